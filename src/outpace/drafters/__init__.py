@@ -1,0 +1,1 @@
+"""Drafters guess the next tokens: propose(state) -> Draft, observe(verdict)."""

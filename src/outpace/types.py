@@ -1,0 +1,303 @@
+"""The values that travel between the parts of outpace, and the errors they raise.
+
+Plain data, no logic beyond validation: every other module may import this one, and it imports none of them.
+The letters follow the papers: q is a draft's distribution, p the target's (Leviathan et al. 2022, arXiv 2211.17192;
+Chen et al. 2023, arXiv 2302.01318; Sun et al. 2024, arXiv 2403.10444).
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+F32 = NDArray[np.float32]
+F64 = NDArray[np.float64]
+I64 = NDArray[np.int64]
+
+Rule = Literal["match", "rejection", "block", "argmax-softmax"]
+RULES: tuple[str, ...] = ("match", "rejection", "block", "argmax-softmax")
+
+
+# --------------------------------------------------------------------------------------------------------- errors
+
+
+class OutpaceError(Exception):
+    """Base of every error that outpace raises on purpose. Its text is one line: what is wrong, where, what to do."""
+
+    exit_code = 1
+
+
+class UsageError(OutpaceError, ValueError):
+    """The caller asked for something impossible: an empty prompt, a parameter out of range, an unknown name."""
+
+    exit_code = 2
+
+
+class ContextError(UsageError):
+    """Prompt and requested tokens do not fit the model's context. Nothing is ever truncated silently."""
+
+
+class ModelError(OutpaceError):
+    """A model's files are damaged, inconsistent or of a kind that is not supported."""
+
+
+class NumericalError(OutpaceError):
+    """A forward pass produced NaN or no token was left to choose from."""
+
+
+class CapacityError(OutpaceError):
+    """A backend has no free slot, row or memory for the request."""
+
+
+class RewindError(OutpaceError):
+    """A slot's state cannot go back to the length that was asked for."""
+
+
+class HubError(OutpaceError):
+    """A model could not be fetched, found or removed."""
+
+
+class Device(enum.Enum):
+    """Where a model runs."""
+
+    CPU = "cpu"
+
+
+# ----------------------------------------------------------------------------------------------------- proposals
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """A probability row that keeps only what can be drawn.
+
+    tokens: int64 [m], strictly ascending ids. probs: float64 [m], positive, summing to 1.
+    One-hot rows have m = 1. A row over the whole vocabulary has m = vocab_size.
+    """
+
+    tokens: I64
+    probs: F64
+
+    def dense(self, vocab_size: int) -> F64:
+        """The same row as float64 [vocab_size] with zeros where nothing can be drawn."""
+        row = np.zeros(vocab_size, dtype=np.float64)
+        row[self.tokens] = self.probs
+        return row
+
+    def prob(self, token: int) -> float:
+        """Probability of one token id, 0.0 where it cannot be drawn."""
+        at = int(np.searchsorted(self.tokens, token))
+        return float(self.probs[at]) if at < len(self.tokens) and self.tokens[at] == token else 0.0
+
+    @property
+    def one_hot(self) -> bool:
+        return len(self.tokens) == 1
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Tokens that a drafter guesses will follow the context.
+
+    tokens: n ids. q: for each token the distribution that it was drawn from; None (the whole, or one entry) means
+    one-hot: the token was chosen, not drawn. parents: for each token the index of the draft token before it, -1 for
+    the context's last token; None means a chain. source: the drafter's name, for statistics.
+    """
+
+    tokens: tuple[int, ...] = ()
+    q: tuple[Distribution | None, ...] | None = None
+    parents: tuple[int, ...] | None = None
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if self.q is not None and len(self.q) != len(self.tokens):
+            raise UsageError(f"draft has {len(self.tokens)} tokens but {len(self.q)} distributions")
+        if self.parents is not None:
+            if len(self.parents) != len(self.tokens):
+                raise UsageError(f"draft has {len(self.tokens)} tokens but {len(self.parents)} parents")
+            if any(not -1 <= parent < i for i, parent in enumerate(self.parents)):
+                raise UsageError("a draft token's parent must be an earlier draft token or -1")
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def cut(self, n: int) -> Draft:
+        """The draft's first n tokens."""
+        if n >= len(self.tokens):
+            return self
+        return Draft(
+            self.tokens[:n],
+            None if self.q is None else self.q[:n],
+            None if self.parents is None else self.parents[:n],
+            self.source,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What verification decided: the draft tokens that stay and the token that follows them.
+
+    kept: indices into the draft, a path from the root in order. next_token: the correction after a rejection, or the
+    bonus token when the whole path was accepted.
+    """
+
+    kept: tuple[int, ...]
+    next_token: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural-log probabilities at one emitted token. top: (token id, logprob), most probable first."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(slots=True)
+class Stats:
+    """Counts and seconds of one request. tokens counts emitted tokens, the bonus token included.
+
+    accepted_at[i] counts the rounds in which draft position i was accepted; drafted_at[i] those in which one was
+    proposed there.
+    """
+
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    tokens: int = 0
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    drafted_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
+    prefill_s: float = 0.0
+    draft_s: float = 0.0
+    forward_s: float = 0.0
+    verify_s: float = 0.0
+    decode_s: float = 0.0
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Mean tokens emitted per target pass (tau), the bonus token included; 0.0 before the first round."""
+        return self.tokens / self.rounds if self.rounds else 0.0
+
+    @property
+    def acceptance(self) -> float:
+        """Share of drafted tokens that were accepted; 0.0 when none were drafted."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Emitted tokens over the time spent decoding, prefill left out; 0.0 before the first round."""
+        return self.tokens / self.decode_s if self.decode_s else 0.0
+
+
+# -------------------------------------------------------------------------------------------------- sampling options
+
+
+class Constraint(Protocol):
+    """A grammar that follows a request and limits what may be emitted next (an interface; any grammar engine fits).
+
+    The object is stateful: `advance` moves it past emitted tokens. `mask` and `cut` look ahead without moving it.
+    """
+
+    def mask(self, ahead: Sequence[int]) -> NDArray[np.bool_] | None:
+        """Allowed tokens [vocab_size] after the emitted tokens and `ahead`; None when everything is allowed."""
+
+    def cut(self, draft: Sequence[int]) -> int:
+        """How many of the draft's first tokens the grammar allows: the rest never costs a row."""
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """Emitted tokens became part of the text."""
+
+    def fork(self) -> Constraint:
+        """An independent copy in the same state."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleOpts:
+    """How to choose tokens. None means "not said": the model's generation_config.json decides, then the neutral value.
+
+    The meaning, scope and order of the parameters are written down in sampling.py.
+    """
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Mapping[int, float] | None = None
+    allowed_tokens: tuple[int, ...] | None = None
+    banned_tokens: tuple[int, ...] | None = None
+    bad_words: tuple[tuple[int, ...], ...] | None = None
+    seed: int | None = None
+    choice: int = 0
+    rule: Rule = "match"
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_tokens: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    processed_logprobs: bool = False
+    constraint: Constraint | None = None
+
+    @classmethod
+    def greedy(cls, **changes: Any) -> SampleOpts:
+        """Always the most probable token, the lowest id on a tie."""
+        return cls(temperature=0.0, **changes)
+
+    def with_defaults(self, defaults: Mapping[str, Any]) -> SampleOpts:
+        """The same options with every unset field taken from `defaults` (field name -> value)."""
+        known = {f.name for f in fields(self)}
+        fill = {k: v for k, v in defaults.items() if k in known and getattr(self, k) is None}
+        return replace(self, **fill) if fill else self
+
+    def __post_init__(self) -> None:
+        def bad(name: str, rule: str) -> UsageError:
+            return UsageError(f"{name} must be {rule}, got {getattr(self, name)!r}")
+
+        def number(name: str, low: float, high: float, rule: str, *, open_low: bool = False) -> None:
+            value = getattr(self, name)
+            if value is None:
+                return
+            ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+            if not ok or value < low or value > high or (open_low and value == low):
+                raise bad(name, rule)
+
+        def whole(name: str, low: int, rule: str) -> None:
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < low):
+                raise bad(name, rule)
+
+        number("temperature", 0.0, math.inf, "a finite number >= 0")
+        number("top_p", 0.0, 1.0, "in (0, 1]", open_low=True)
+        number("min_p", 0.0, 1.0, "in [0, 1]")
+        number("typical_p", 0.0, 1.0, "in (0, 1]", open_low=True)
+        number("repetition_penalty", 0.0, math.inf, "a finite number > 0", open_low=True)
+        number("presence_penalty", -math.inf, math.inf, "a finite number")
+        number("frequency_penalty", -math.inf, math.inf, "a finite number")
+        whole("top_k", -1, "a whole number >= 1, or 0 or -1 for no limit")
+        whole("seed", 0, "a whole number >= 0")
+        whole("choice", 0, "a whole number >= 0")
+        whole("max_tokens", 1, "a whole number >= 1")
+        whole("min_tokens", 0, "a whole number >= 0")
+        whole("logprobs", 0, "a whole number >= 0")
+        if self.rule not in RULES:
+            raise bad("rule", "one of " + ", ".join(RULES))
+        if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
+            raise bad("stop", "a tuple of non-empty strings")
+        if self.bad_words is not None and not all(self.bad_words):
+            raise bad("bad_words", "a tuple of non-empty token sequences")
+        for token, bias in (self.logit_bias or {}).items():
+            if not isinstance(token, int) or isinstance(bias, bool) or not isinstance(bias, (int, float)):
+                raise bad("logit_bias", "a map from token id to number")
+            if math.isnan(bias) or bias == math.inf:
+                raise bad("logit_bias", "made of finite numbers or -inf")

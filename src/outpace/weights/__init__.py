@@ -1,0 +1,1 @@
+"""Bytes of model files -> named arrays. Knows no model."""
