@@ -20,8 +20,8 @@ F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]
 
-Rule = Literal["match", "rejection", "block", "argmax-softmax"]
-RULES: tuple[str, ...] = ("match", "rejection", "block", "argmax-softmax")
+Rule = Literal["match", "rejection", "block"]
+RULES: tuple[str, ...] = ("match", "rejection", "block")
 
 
 # --------------------------------------------------------------------------------------------------------- errors
@@ -124,6 +124,16 @@ class Draft:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def path(self, node: int) -> tuple[int, ...]:
+        """The draft's tokens from the context up to and with draft token `node`; () for -1."""
+        if self.parents is None:
+            return self.tokens[: node + 1]
+        tokens: list[int] = []
+        while node >= 0:
+            tokens.append(self.tokens[node])
+            node = self.parents[node]
+        return tuple(reversed(tokens))
 
     def cut(self, n: int) -> Draft:
         """The draft's first n tokens."""

@@ -1,0 +1,274 @@
+"""The loop. One round: draft, one target pass over all rows, verify, commit.
+
+    drafter.propose -> Draft -> target.forward -> sampling rows -> verify -> Verdict -> target.commit
+
+Every active request takes part in every round: one that still reads its prompt brings a chunk of it, one that decodes
+brings the token emitted last and the draft that follows it. Both are one pass. A request's tokens depend on its prompt,
+options and seed alone; drafts, company and controller only decide how many of them a round yields.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from . import verify
+from .backends.base import Backend, Pass, Rows
+from .controller import FIXED_DRAFT, MAX_DRAFT, Controller, Track
+from .drafters.base import Drafter, State
+from .sampling import Sampler
+from .types import F32, Draft, NumericalError, SampleOpts, Stats, TokenLogprobs, Verdict
+
+
+class TextSink(Protocol):
+    """Turns emitted tokens into text and watches for stop strings (text/stream.py)."""
+
+    def push(self, token: int) -> bool:
+        """Takes one token; True when a stop string is complete: the text ends before it."""
+
+    def finish(self) -> None:
+        """No more tokens: releases what was held back."""
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """One answer in the making.
+
+    tokens: prompt and emitted tokens. slot: the target's. read: how many of `tokens` the slot holds.
+    limit: most tokens to emit. finish: "" while running, then "stop" (end token, stop token or stop string),
+    "length" or "cancelled". taps: wanted hidden states; tapped[t] collects one float32 row per token read.
+    """
+
+    prompt: tuple[int, ...]
+    opts: SampleOpts
+    sampler: Sampler
+    limit: int
+    end_tokens: frozenset[int] = frozenset()
+    text: TextSink | None = None
+    taps: tuple[int, ...] = ()
+    speculate: bool = True
+    slot: int = -1
+    read: int = 0
+    finish: str = ""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    tapped: dict[int, list[F32]] = field(default_factory=dict)
+    rounds: list[tuple[int, int]] = field(default_factory=list)
+    stats: Stats = field(default_factory=Stats)
+    track: Track = field(default_factory=Track)
+    state: State = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt)
+        self.state = State(self.tokens, self.sampler)
+        self.stats.prompt_tokens = len(self.prompt)
+
+    def begin(self, slot: int, read: int) -> None:
+        """Gives the request its slot, which already holds the prompt's first `read` tokens."""
+        self.slot, self.read = slot, read
+        self.stats.cached_prompt_tokens = read
+
+    @property
+    def output(self) -> list[int]:
+        """Emitted tokens, an end token included."""
+        return self.tokens[len(self.prompt) :]
+
+    @property
+    def emitted(self) -> int:
+        return len(self.tokens) - len(self.prompt)
+
+    def emit(self, token: int) -> bool:
+        """Appends one token; True when the answer ends with it."""
+        self.tokens.append(token)
+        self.sampler.extend((token,))
+        self.stats.tokens += 1
+        early = self.emitted < (self.opts.min_tokens or 0)
+        stopped = self.text.push(token) if self.text is not None and token not in self.end_tokens else False
+        if token in self.opts.stop_tokens or (token in self.end_tokens and not self.opts.ignore_eos):
+            self.finish = "stop"
+        elif stopped and not early:
+            self.finish = "stop"
+        elif self.emitted >= self.limit:
+            self.finish = "length"
+        if self.finish and self.text is not None:
+            self.text.finish()
+        return bool(self.finish)
+
+
+@dataclass(slots=True)
+class _Share:
+    """One request's part of a pass: tokens to read, then a draft (empty while the prompt is not read to its end)."""
+
+    request: Request
+    reading: list[int]
+    draft: Draft = Draft()
+
+    @property
+    def decodes(self) -> bool:
+        return self.request.read + len(self.reading) == len(self.request.tokens)
+
+    def rows(self) -> Rows:
+        first = len(self.reading) - 1  # the row whose logits follow the context
+        draft = self.draft
+        parents = None
+        if draft.parents is not None:
+            parents = [*range(-1, first), *(first if p < 0 else len(self.reading) + p for p in draft.parents)]
+        wanted = range(first, first + 1 + len(draft)) if self.decodes else ()
+        return Rows(self.request.slot, [*self.reading, *draft.tokens], parents, wanted)
+
+
+class Decoder:
+    """Runs rounds for any number of requests on one target.
+
+    drafter None decodes plainly: the same tokens, one a round.
+    """
+
+    def __init__(self, target: Backend, drafter: Drafter | None = None, controller: Controller | None = None) -> None:
+        self.target = target
+        self.drafter = drafter
+        self.controller = controller or Controller()
+
+    def round(self, requests: Sequence[Request]) -> None:
+        """One pass for all these running requests; afterwards each has read or emitted something.
+
+        The sum of the requests must not exceed the target's rows per pass. Raises NumericalError when the model's
+        logits are NaN; the requests are as before the round then.
+        """
+        start = time.perf_counter()
+        shares = self._read(requests)
+        drafted = self._propose([share for share in shares if share.decodes])
+        drafted_at = time.perf_counter()
+        taps = tuple(sorted(set(itertools.chain.from_iterable(r.taps for r in requests))))
+        batch = [share.rows() for share in shares]
+        result = self.target.forward(batch, taps)
+        passed_at = time.perf_counter()
+        first_logits = first_row = 0
+        for share, rows in zip(shares, batch, strict=True):
+            count = len(share.draft) + 1 if share.decodes else 0
+            self._settle(share, result.logits[first_logits : first_logits + count], result, first_row)
+            first_logits += count
+            first_row += len(rows.tokens)
+        done = time.perf_counter()
+        decoding = all(len(share.reading) == 1 for share in shares)
+        if decoding:
+            self.controller.observe(first_row, passed_at - drafted_at, drafted, drafted_at - start)
+        for share in shares:
+            stats = share.request.stats
+            if len(share.reading) > 1:
+                stats.prefill_s += done - start
+            else:
+                stats.draft_s += drafted_at - start
+                stats.forward_s += passed_at - drafted_at
+                stats.verify_s += done - passed_at
+                stats.decode_s += done - start
+
+    # -- before the pass
+
+    def _read(self, requests: Sequence[Request]) -> list[_Share]:
+        """Hands out the rows of the pass: one to every decoding request, the rest to prompts in order."""
+        budget = self.target.capacity.rows - len(requests)
+        shares = []
+        for request in requests:
+            unread = len(request.tokens) - request.read
+            extra = min(unread - 1, budget)
+            budget -= extra
+            shares.append(_Share(request, request.tokens[request.read : request.read + 1 + extra]))
+        return shares
+
+    def _propose(self, shares: Sequence[_Share]) -> int:
+        """Fills in the shares' drafts; returns how many tokens were drafted."""
+        willing = [share for share in shares if share.request.speculate and self.drafter is not None]
+        if not willing or self.drafter is None:
+            return 0
+        room = self.target.capacity.rows - sum(len(share.reading) for share in shares)
+        limits = [self._limit(share.request, room // len(willing)) for share in willing]
+        lengths = self.controller.lengths([share.request.track for share in willing], limits)
+        for i, share in enumerate(willing):
+            # The distribution-only rules keep a fixed length: their tokens depend on it.
+            if share.request.opts.rule != "match" and share.request.opts.temperature and self.controller.fixed is None:
+                lengths[i] = min(FIXED_DRAFT, limits[i])
+        wanted = [(share, n) for share, n in zip(willing, lengths, strict=True) if n > 0]
+        try:
+            drafts = self.drafter.propose([(share.request.state, n) for share, n in wanted]) if wanted else []
+        except NumericalError as error:
+            for share, _ in wanted:
+                share.request.speculate = False
+            warnings.warn(f"drafter {self.drafter.name} failed and is left out for this request: {error}", stacklevel=4)
+            return 0
+        for (share, n), draft in zip(wanted, drafts, strict=True):
+            constraint = share.request.opts.constraint
+            draft = draft.cut(n)
+            share.draft = draft.cut(constraint.cut(draft.tokens)) if constraint is not None else draft
+        return sum(len(share.draft) for share, _ in wanted)
+
+    def _limit(self, request: Request, room: int) -> int:
+        """Most draft tokens that can be of use: each must leave a place for the token after it."""
+        context = self.target.capacity.positions - len(request.tokens)
+        return max(0, min(MAX_DRAFT, room, request.limit - request.emitted - 1, context))
+
+    # -- after the pass
+
+    def _settle(self, share: _Share, logits: F32, result: Pass, first_row: int) -> None:
+        request, draft, read = share.request, share.draft, len(share.reading)
+        kept: tuple[int, ...] = ()
+        if share.decodes:
+            verdict = decide(request.sampler, draft, logits)
+            kept = self._emit(request, draft, verdict, logits)
+            # Of a round that ended the answer early, only what the text holds stays: all but the last token.
+        rows = [*range(read), *(read + i for i in kept)]
+        self.target.commit(request.slot, rows)
+        request.read += len(rows)
+        for tap in request.taps:
+            request.tapped.setdefault(tap, []).append(np.array(result.taps[tap][[first_row + row for row in rows]]))
+
+    def _emit(self, request: Request, draft: Draft, verdict: Verdict, logits: F32) -> tuple[int, ...]:
+        """Emits the verdict's tokens, up to the one that ends the answer; returns the draft tokens that stay read."""
+        stats = request.stats
+        stats.rounds += 1
+        wants_logprobs = request.opts.logprobs is not None
+        nodes = (verify.ROOT, *verdict.kept)
+        tokens = (*(draft.tokens[i] for i in verdict.kept), verdict.next_token)
+        before = request.emitted
+        for node, token in zip(nodes, tokens, strict=True):
+            if wants_logprobs:
+                request.logprobs.append(request.sampler.logprobs(logits[node + 1], token))
+            if request.emit(token):
+                break
+        emitted = request.emitted - before
+        accepted = min(emitted, len(verdict.kept))
+        request.rounds.append((len(draft), accepted))
+        stats.drafted += len(draft)
+        stats.accepted += accepted
+        for counts, n in ((stats.drafted_at, len(draft)), (stats.accepted_at, accepted)):
+            counts.extend([0] * (n - len(counts)))
+            for i in range(n):
+                counts[i] += 1
+        request.track.observe(len(draft), accepted)
+        return verdict.kept[: emitted - 1]
+
+
+def decide(sampler: Sampler, draft: Draft, logits: F32) -> Verdict:
+    """Applies the request's rule. logits: float32 [len(draft) + 1, vocab_size], row i + 1 follows draft token i."""
+
+    def ahead(row: int) -> tuple[int, ...]:
+        return draft.path(row - 1)
+
+    rule = sampler.opts.rule
+    if rule == "match" or not sampler.opts.temperature:
+        return verify.match(draft, lambda row: sampler.token(logits[row], ahead(row)))
+    law: Callable[..., Verdict] = {"rejection": verify.rejection, "block": verify.block}[rule]
+    return law(draft, lambda row: sampler.row(logits[row], ahead(row)), sampler.accept, sampler.residual)
+
+
+def run(decoder: Decoder, requests: Iterable[Request]) -> None:
+    """Rounds until every request has finished."""
+    running = [r for r in requests if not r.finish]
+    while running:
+        decoder.round(running)
+        running = [r for r in running if not r.finish]

@@ -1,0 +1,117 @@
+"""A smaller model with the same vocabulary drafts: one pass per draft token, for all requests together.
+
+Its KV cache follows each request's text by longest common prefix: what verification refused is cut off, what is new is
+filled in with the next round's first pass. Source: Leviathan et al. 2022 (arXiv 2211.17192), Chen et al. 2023.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..backends.base import Backend, Rows
+from ..types import F32, Distribution, Draft
+from .base import State
+
+
+@dataclass(slots=True)
+class _Cached:
+    """A request's slot in the draft model and the tokens that it holds."""
+
+    slot: int
+    tokens: list[int] = field(default_factory=list)
+
+
+class DraftModelDrafter:
+    """Drafts a chain with another backend, drawing as the request's sampler does (coupled noise, or from q)."""
+
+    name = "draft_model"
+
+    def __init__(self, model: Backend) -> None:
+        """The caller has checked that the two models' vocabularies hold the same tokens (padding may differ)."""
+        self.model = model
+        self._cached: dict[State, _Cached] = {}
+
+    def propose(self, wanted: Sequence[tuple[State, int]]) -> list[Draft]:
+        tokens: list[list[int]] = [[] for _ in wanted]
+        rows: list[list[Distribution | None]] = [[] for _ in wanted]
+        active = [i for i, (state, n) in enumerate(wanted) if self._room(state, n) > 0]
+        pending = {i: self._sync(wanted[i][0]) for i in active}
+        while active:
+            logits = self._advance([(wanted[i][0], pending[i]) for i in active])
+            for i, row in zip(active, logits, strict=True):
+                state = wanted[i][0]
+                token, q = state.sampler.draft(_fit(row, state.sampler.vocab_size), tokens[i])
+                tokens[i].append(token)
+                rows[i].append(q)
+                pending[i] = [token]
+            active = [i for i in active if len(tokens[i]) < self._room(*wanted[i])]
+        return [Draft(tuple(t), tuple(q), source=self.name) for t, q in zip(tokens, rows, strict=True)]
+
+    def _room(self, state: State, n: int) -> int:
+        """Draft tokens that still fit the draft model's context (the last one is never fed to it)."""
+        return max(0, min(n, self.model.capacity.positions - len(state.tokens) + 1))
+
+    def _sync(self, state: State) -> list[int]:
+        """Cuts the slot back to the common prefix with the request's text; returns the tokens it still has to read."""
+        cached = self._cached.get(state)
+        if cached is None:
+            cached = self._cached[state] = _Cached(self.model.new_slot())
+        # At least the last token is read again: its logits are the first draft.
+        same = common_prefix(cached.tokens, state.tokens[:-1])
+        if same < len(cached.tokens):
+            self.model.truncate(cached.slot, same)
+            del cached.tokens[same:]
+        return state.tokens[same:]
+
+    def _advance(self, work: Sequence[tuple[State, list[int]]]) -> list[F32]:
+        """Reads each request's pending tokens (a prompt in as many passes as it takes); the last row's logits each."""
+        last: dict[int, F32] = {}
+        left = {i: pending for i, (_, pending) in enumerate(work)}
+        while left:
+            budget = self.model.capacity.rows
+            batch, chunks = [], []
+            for i, pending in left.items():
+                chunk = pending[: max(0, budget)]
+                if not chunk:
+                    break
+                budget -= len(chunk)
+                done = len(chunk) == len(pending)
+                slot = self._cached[work[i][0]].slot
+                batch.append(Rows(slot, chunk, logits=[len(chunk) - 1] if done else []))
+                chunks.append((i, chunk, done))
+            logits = iter(self.model.forward(batch).logits)
+            for i, chunk, done in chunks:
+                cached = self._cached[work[i][0]]
+                self.model.commit(cached.slot, range(len(chunk)))
+                cached.tokens.extend(chunk)
+                if done:
+                    last[i] = next(logits)
+                    del left[i]
+                else:
+                    left[i] = left[i][len(chunk) :]
+        return [last[i] for i in range(len(work))]
+
+    def forget(self, state: State) -> None:
+        cached = self._cached.pop(state, None)
+        if cached is not None:
+            self.model.free_slot(cached.slot)
+
+    def close(self) -> None:
+        for state in list(self._cached):
+            self.forget(state)
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens the two sequences share from the start."""
+    n = min(len(a), len(b))
+    return next((i for i in range(n) if a[i] != b[i]), n)
+
+
+def _fit(logits: F32, vocab_size: int) -> F32:
+    """The draft's logits at the target's length: padding of the vocabulary is cut off, or filled with -inf."""
+    if len(logits) >= vocab_size:
+        return logits[:vocab_size]
+    return np.concatenate([logits, np.full(vocab_size - len(logits), -np.inf, dtype=np.float32)])
