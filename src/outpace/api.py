@@ -1,0 +1,320 @@
+"""The Python API: `load` a model, then `generate`, `generate_many`, `stream` or `chat`.
+
+    import outpace
+    model = outpace.load("smollm2-135m")
+    print(model.chat([{"role": "user", "content": "Why is the sky blue?"}]).text)
+
+Neighbours: engine.py runs the requests; here names become files, text becomes tokens, requests become results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import numpy as np
+
+from . import hub
+from .backends.base import Backend
+from .backends.native import NativeBackend
+from .backends.reference import ReferenceBackend
+from .config import ModelConfig
+from .controller import MAX_DRAFT, Controller
+from .decode import Decoder, Request
+from .drafters import Drafter, DraftModelDrafter, NgramDrafter, SuffixDrafter
+from .engine import Engine
+from .models.loading import LoadedModel, load_model
+from .sampling import generation_defaults
+from .text.stream import TextStream
+from .text.template import ChatTemplate, encode_chat
+from .text.tokenizer import Tokenizer, same_vocabulary
+from .types import F32, SampleOpts, Stats, TokenLogprobs, UsageError
+
+DEFAULT_MODEL = "smollm2-135m"
+Precision = Literal["int8", "f32"]
+DRAFTERS = ("auto", "draft_model", "ngram", "suffix", "none")
+Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One finished answer.
+
+    text: without end tokens and stop strings. token_ids: every emitted token, an end token included.
+    finish_reason: "stop", "length" or "cancelled". logprobs: one per token where SampleOpts.logprobs asked for them.
+    seed: the one that was used, so that the answer can be repeated. rounds: (drafted, accepted) of each target pass.
+    taps: tap -> float32 [prompt and emitted tokens but the last, hidden_size], where asked for.
+    """
+
+    text: str
+    token_ids: list[int]
+    prompt_ids: list[int]
+    finish_reason: str
+    seed: int
+    stats: Stats
+    rounds: list[tuple[int, int]]
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    taps: dict[int, F32] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one round added to a stream: text that is final, its tokens, how many of them were accepted drafts.
+
+    result: the whole answer, with the last delta.
+    """
+
+    text: str
+    token_ids: list[int]
+    accepted: int
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    result: Result | None = None
+
+
+def load(
+    model: str | Path = DEFAULT_MODEL,
+    *,
+    precision: Precision = "int8",
+    draft: str = "auto",
+    draft_model: str | Path | None = None,
+    draft_tokens: int | None = None,
+    context: int | None = None,
+    slots: int = 16,
+    threads: int | None = None,
+    backend: Literal["native", "reference"] = "native",
+    offline: bool = False,
+) -> LanguageModel:
+    """Loads a model: a built-in name, a Hugging Face id, a folder or a .gguf file.
+
+    precision: "int8" keeps a quantised file's values and rounds others to 8 bits in groups of 32; "f32" computes in
+    float32. draft: "auto", "draft_model", "ngram", "suffix" or "none". draft_model: the model that drafts (implies
+    draft="draft_model"). draft_tokens: always draft this many (0 .. 15) instead of deciding by evidence.
+    context: tokens a request may hold, prompt and answer; the model's own limit by default. slots: requests at once.
+    backend: "native", or "reference" for the slow NumPy oracle.
+
+    Raises UsageError, HubError or ModelError.
+    """
+    if draft not in DRAFTERS:
+        raise UsageError(f"draft must be one of {', '.join(DRAFTERS)}, got {draft!r}")
+    if draft_model is not None and draft == "auto":
+        draft = "draft_model"
+    if (draft == "draft_model") != (draft_model is not None):
+        raise UsageError("draft='draft_model' and draft_model=NAME go together")
+    if draft_tokens is not None and not 0 <= draft_tokens <= MAX_DRAFT:
+        raise UsageError(f"draft_tokens must be in 0 .. {MAX_DRAFT}, got {draft_tokens}")
+    if precision not in ("int8", "f32"):
+        raise UsageError(f"precision must be int8 or f32, got {precision!r}")
+
+    def open_backend(loaded: LoadedModel, positions: int | None) -> Backend:
+        if positions is not None and not 1 <= positions <= loaded.config.max_position_embeddings:
+            limit = loaded.config.max_position_embeddings
+            raise UsageError(f"context must be in 1 .. {limit} for {loaded.path}, got {positions}")
+        if backend == "reference":
+            return ReferenceBackend(
+                loaded.config, loaded.weights, precision=precision, slots=slots, positions=positions
+            )
+        return NativeBackend(
+            loaded.config, loaded.weights, precision=precision, slots=slots, positions=positions, threads=threads
+        )
+
+    loaded = load_model(hub.resolve(model, offline=offline))
+    tokenizer = loaded.tokenizer()
+    target = open_backend(loaded, context)
+    drafter: Drafter | None
+    if draft == "draft_model":
+        assert draft_model is not None
+        small = load_model(hub.resolve(draft_model, offline=offline))
+        difference = same_vocabulary(tokenizer, small.tokenizer())
+        if difference is not None:
+            raise UsageError(f"{draft_model} cannot draft for {model}: {difference}")
+        positions = min(target.capacity.positions, small.config.max_position_embeddings)
+        drafter = DraftModelDrafter(open_backend(small, positions))
+    else:
+        # Without a learned head, the text itself is the best source: the suffix automaton finds what n-grams find.
+        drafter = {"auto": SuffixDrafter, "suffix": SuffixDrafter, "ngram": NgramDrafter, "none": lambda: None}[draft]()
+    return LanguageModel(
+        target,
+        tokenizer,
+        drafter=drafter,
+        draft_tokens=draft_tokens,
+        template=loaded.template(tokenizer),
+        defaults=generation_defaults(loaded.generation_config),
+        name=str(model),
+    )
+
+
+class LanguageModel:
+    """A loaded model with its tokenizer, drafter and engine. Not thread-safe: one caller at a time."""
+
+    def __init__(
+        self,
+        target: Backend,
+        tokenizer: Tokenizer | None,
+        *,
+        drafter: Drafter | None = None,
+        draft_tokens: int | None = None,
+        template: ChatTemplate | None = None,
+        defaults: Mapping[str, Any] | None = None,
+        name: str = "",
+    ) -> None:
+        """Puts a model together from its parts; `load` does it from files. Without a tokenizer it speaks token ids."""
+        self.target = target
+        self.tokenizer = tokenizer
+        self.drafter = drafter
+        self.template = template
+        self.defaults = dict(defaults or {})
+        self.name = name
+        ends = set(target.config.eos_token_ids)
+        if tokenizer is not None and tokenizer.eos_id is not None:
+            ends.add(tokenizer.eos_id)
+        self.engine = Engine(
+            Decoder(target, drafter, Controller(draft_tokens)),
+            end_tokens=frozenset(ends),
+            known_tokens=tokenizer.vocab_size if tokenizer is not None else None,
+        )
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.target.config
+
+    # -- one answer
+
+    def generate(self, prompt: str | Sequence[int], opts: SampleOpts | None = None, **more: Any) -> Result:
+        """Continues a prompt (text as it is, or token ids). more: fields of SampleOpts, speculate=False, taps=(...).
+
+        Raises UsageError (ContextError when prompt and answer do not fit) or NumericalError.
+        """
+        return self.generate_many([prompt], opts, **more)[0]
+
+    def generate_many(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        opts: SampleOpts | Sequence[SampleOpts] | None = None,
+        *,
+        speculate: bool = True,
+        taps: Sequence[int] = (),
+        **changes: Any,
+    ) -> list[Result]:
+        """Continues many prompts, as many at once as there are slots; each answer is the one it would get alone.
+
+        opts: for all prompts, or one each. taps: hidden states wanted in Result.taps (see backends/base.py).
+        """
+        each = [opts] * len(prompts) if opts is None or isinstance(opts, SampleOpts) else list(opts)
+        if len(each) != len(prompts):
+            raise UsageError(f"{len(prompts)} prompts but {len(each)} options")
+        requests: list[Request] = []
+        try:
+            for prompt, o in zip(prompts, each, strict=True):
+                requests.append(self._submit(prompt, o, speculate, taps, changes))
+            self.engine.run(requests)
+        finally:
+            for request in requests:
+                self.engine.cancel(request)
+        return [self._result(request) for request in requests]
+
+    def stream(
+        self,
+        prompt: str | Sequence[int],
+        opts: SampleOpts | None = None,
+        *,
+        speculate: bool = True,
+        taps: Sequence[int] = (),
+        **changes: Any,
+    ) -> Iterator[Delta]:
+        """Like `generate`, a Delta per round. Closing the iterator (or Ctrl-C) cancels; the model stays usable."""
+        request = self._submit(prompt, opts, speculate, taps, changes)
+        return self._deltas(request)
+
+    def _deltas(self, request: Request) -> Iterator[Delta]:
+        shown = logged = 0
+        try:
+            while not request.finish:
+                self.engine.step()
+                output, logprobs = request.output, request.logprobs
+                if len(output) == shown:
+                    continue
+                text = request.text.take() if isinstance(request.text, TextStream) else ""
+                accepted = request.rounds[-1][1] if request.rounds else 0
+                result = self._result(request) if request.finish else None
+                yield Delta(text, output[shown:], accepted, logprobs[logged:], result)
+                shown, logged = len(output), len(logprobs)
+        finally:
+            self.engine.cancel(request)
+
+    # -- chat
+
+    def chat(self, messages: Messages, opts: SampleOpts | None = None, **more: Any) -> Result:
+        """Answers a conversation: [{"role": "user", "content": "..."}, ...]. more: as `generate`, and tools=[...],
+        template={...} for variables of the chat template such as enable_thinking.
+
+        Raises UsageError for messages that are malformed, or when the model has no chat template.
+        """
+        prompt, more = self._prompt(messages, more)
+        return self.generate(prompt, opts, **more)
+
+    def chat_stream(self, messages: Messages, opts: SampleOpts | None = None, **more: Any) -> Iterator[Delta]:
+        """Like `chat`, a Delta per round."""
+        prompt, more = self._prompt(messages, more)
+        return self.stream(prompt, opts, **more)
+
+    def chat_ids(self, messages: Messages, *, tools: Any = None, **variables: Any) -> list[int]:
+        """The prompt's token ids for a conversation. Control tokens typed into a message's content stay plain text."""
+        if self.template is None or self.tokenizer is None:
+            raise UsageError(f"{self.name or 'this model'} has no chat template: use generate with plain text")
+        return encode_chat(self.tokenizer, self.template, messages, tools=tools, **variables)
+
+    def _prompt(self, messages: Messages, more: dict[str, Any]) -> tuple[list[int], dict[str, Any]]:
+        rest = {k: v for k, v in more.items() if k not in ("tools", "template")}
+        return self.chat_ids(messages, tools=more.get("tools"), **more.get("template", {})), rest
+
+    # -- between text and requests
+
+    def _submit(
+        self,
+        prompt: str | Sequence[int],
+        opts: SampleOpts | None,
+        speculate: bool,
+        taps: Sequence[int],
+        changes: Mapping[str, Any],
+    ) -> Request:
+        try:
+            opts = replace(opts or SampleOpts(), **changes).with_defaults(self.defaults)
+        except TypeError as error:
+            raise UsageError(f"unknown sampling parameter: {error}") from None
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise UsageError("this model has no tokenizer: give token ids")
+            prompt = self.tokenizer.encode(prompt)
+        text = TextStream(self.tokenizer.stream(), opts.stop) if self.tokenizer is not None else None
+        return self.engine.submit(prompt, opts, text=text, taps=taps, speculate=speculate)
+
+    def _result(self, request: Request) -> Result:
+        return Result(
+            text=request.text.text if isinstance(request.text, TextStream) else "",
+            token_ids=request.output,
+            prompt_ids=list(request.prompt),
+            finish_reason=request.finish,
+            seed=request.sampler.noise.seed,
+            stats=request.stats,
+            rounds=request.rounds,
+            logprobs=request.logprobs,
+            taps={tap: np.concatenate(rows) for tap, rows in request.tapped.items()},
+        )
+
+    # -- life
+
+    def close(self) -> None:
+        """Frees the slots. The model cannot be used afterwards."""
+        self.engine.close()
+        if self.drafter is not None:
+            self.drafter.close()
+
+    def __enter__(self) -> LanguageModel:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
