@@ -30,7 +30,7 @@ from .models.loading import LoadedModel, load_model
 from .sampling import generation_defaults
 from .text.stream import TextStream
 from .text.template import ChatTemplate, encode_chat
-from .text.tokenizer import Tokenizer, same_vocabulary
+from .text.tokenizer import Tokenizer, read_json, same_vocabulary
 from .types import F32, SampleOpts, Stats, TokenLogprobs, UsageError
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -121,13 +121,13 @@ def load(
         )
 
     loaded = load_model(hub.resolve(model, offline=offline))
-    tokenizer = loaded.tokenizer()
+    tokenizer = load_tokenizer(loaded)
     target = open_backend(loaded, context)
     drafter: Drafter | None
     if draft == "draft_model":
         assert draft_model is not None
         small = load_model(hub.resolve(draft_model, offline=offline))
-        difference = same_vocabulary(tokenizer, small.tokenizer())
+        difference = same_vocabulary(tokenizer, load_tokenizer(small))
         if difference is not None:
             raise UsageError(f"{draft_model} cannot draft for {model}: {difference}")
         positions = min(target.capacity.positions, small.config.max_position_embeddings)
@@ -140,10 +140,28 @@ def load(
         tokenizer,
         drafter=drafter,
         draft_tokens=draft_tokens,
-        template=loaded.template(tokenizer),
-        defaults=generation_defaults(loaded.generation_config),
+        template=load_template(loaded, tokenizer),
+        defaults=load_defaults(loaded),
         name=str(model),
     )
+
+
+def load_tokenizer(loaded: LoadedModel) -> Tokenizer:
+    """The model's tokenizer, from the GGUF file's metadata or the folder's tokenizer.json. Raises ModelError."""
+    return Tokenizer.from_folder(loaded.path) if loaded.metadata is None else Tokenizer.from_gguf(loaded.metadata)
+
+
+def load_template(loaded: LoadedModel, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """The model's chat template, None where it has none. Raises ModelError."""
+    if loaded.metadata is None:
+        return ChatTemplate.from_folder(loaded.path)
+    return ChatTemplate.from_gguf(loaded.metadata, tokenizer)
+
+
+def load_defaults(loaded: LoadedModel) -> dict[str, Any]:
+    """Sampling defaults of the model's authors: generation_config.json beside the weights; {} where there is none."""
+    folder = loaded.path if loaded.path.is_dir() else loaded.path.parent
+    return generation_defaults(read_json(folder / "generation_config.json"))
 
 
 class LanguageModel:
