@@ -1,32 +1,67 @@
-"""outpace: the same words, faster. Lossless speculative decoding for Qwen3-family models on your own machine."""
+"""outpace: the same words, faster. Lossless speculative decoding for Qwen3-family models on your own machine.
 
-from .api import Delta, LanguageModel, Result, load
-from .config import ModelConfig, Qwen3Config
-from .speculator import (
-    DraftProposal,
-    Qwen3Generator,
-    Qwen3Speculator,
-    SpecDecoder,
-    Speculator,
-    VerifyResult,
-)
-from .types import (
-    CapacityError,
-    ContextError,
-    Device,
-    HubError,
-    ModelError,
-    NumericalError,
-    OutpaceError,
-    RewindError,
-    SampleOpts,
-    Stats,
-    TokenLogprobs,
-    UsageError,
-)
-from .weights.weight_map import WeightMap
+The public names are imported on first use, so that `outpace --help` does not wait for NumPy and the native core.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from .api import Delta, LanguageModel, Result, load
+    from .config import ModelConfig, Qwen3Config
+    from .speculator import (
+        DraftProposal,
+        Qwen3Generator,
+        Qwen3Speculator,
+        SpecDecoder,
+        Speculator,
+        VerifyResult,
+    )
+    from .types import (
+        CapacityError,
+        ContextError,
+        Device,
+        HubError,
+        ModelError,
+        NumericalError,
+        OutpaceError,
+        RewindError,
+        SampleOpts,
+        Stats,
+        TokenLogprobs,
+        UsageError,
+    )
+    from .weights.weight_map import WeightMap
+
+_HOME = {
+    "Delta": "api",
+    "LanguageModel": "api",
+    "Result": "api",
+    "load": "api",
+    "ModelConfig": "config",
+    "Qwen3Config": "config",
+    "DraftProposal": "speculator",
+    "Qwen3Generator": "speculator",
+    "Qwen3Speculator": "speculator",
+    "SpecDecoder": "speculator",
+    "Speculator": "speculator",
+    "VerifyResult": "speculator",
+    "CapacityError": "types",
+    "ContextError": "types",
+    "Device": "types",
+    "HubError": "types",
+    "ModelError": "types",
+    "NumericalError": "types",
+    "OutpaceError": "types",
+    "RewindError": "types",
+    "SampleOpts": "types",
+    "Stats": "types",
+    "TokenLogprobs": "types",
+    "UsageError": "types",
+    "WeightMap": "weights.weight_map",
+}
 
 __all__ = [
     "CapacityError",
@@ -55,3 +90,13 @@ __all__ = [
     "WeightMap",
     "load",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'outpace' has no attribute {name!r}")
+    return getattr(import_module(f".{_HOME[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return __all__
