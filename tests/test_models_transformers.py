@@ -110,7 +110,9 @@ def hf_model(kind: str, changes: dict[str, Any], seed: int = 0) -> Any:
             if name.endswith("norm.weight"):
                 weight.copy_(1 + 0.3 * noise)
             else:
-                weight.copy_(noise * (0.5 if weight.ndim == 1 else 1.0 if "embed" in name else weight.shape[-1] ** -0.5))
+                weight.copy_(
+                    noise * (0.5 if weight.ndim == 1 else 1.0 if "embed" in name else weight.shape[-1] ** -0.5)
+                )
     return model
 
 
@@ -147,7 +149,9 @@ def test_far_positions_equal_transformers(variant: str, tmp_path: Path) -> None:
     model = hf_model(*VARIANTS[variant])
     model.save_pretrained(tmp_path)
     tokens = [(7 * i * i + 3 * i) % 61 for i in range(200)]
-    np.testing.assert_allclose(outpace_pass(tmp_path, tokens)[1].logits, hf_outputs(model, tokens)[0], atol=1e-4, rtol=0)
+    np.testing.assert_allclose(
+        outpace_pass(tmp_path, tokens)[1].logits, hf_outputs(model, tokens)[0], atol=1e-4, rtol=0
+    )
 
 
 def test_fused_experts_load_as_single_ones(tmp_path: Path) -> None:
@@ -159,7 +163,9 @@ def test_fused_experts_load_as_single_ones(tmp_path: Path) -> None:
     assert "model.layers.0.mlp.experts.gate_up_proj" in state  # transformers 5 fuses them in memory
     (tmp_path / "model.safetensors").unlink()
     write_safetensors(tmp_path / "model.safetensors", state)
-    np.testing.assert_allclose(outpace_pass(tmp_path, TOKENS)[1].logits, hf_outputs(model, TOKENS)[0], atol=1e-4, rtol=0)
+    np.testing.assert_allclose(
+        outpace_pass(tmp_path, TOKENS)[1].logits, hf_outputs(model, TOKENS)[0], atol=1e-4, rtol=0
+    )
 
 
 def test_old_and_new_rope_spelling_are_the_same(tmp_path: Path) -> None:
