@@ -109,7 +109,7 @@ class Tokenizer:
                 return None
             i = tokenizer.token_to_id(token)
             if i is None:
-                raise ModelError(f"{folder}: {key} is {token!r}, which is not in the vocabulary")
+                raise ModelError(f"{key} is {token!r}, which is not in the vocabulary")
             return int(i)
 
         try:
