@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import tiny
 from outpace.config import ModelConfig, Qwen3Config, RopeScaling
 from outpace.models.rotary import rotary_frequencies
 from outpace.types import ModelError
@@ -74,12 +75,13 @@ def test_the_seed_names() -> None:
     config = tiny.SEED_CONFIG
     assert Qwen3Config is ModelConfig
     assert (config.q_proj_dim(), config.kv_proj_dim()) == (32, 16)
-    for name in (
+    names = (
         "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
         "max_position_embeddings rms_norm_eps rope_theta hidden_act tie_word_embeddings attention_bias qk_norm "
         "sliding_window max_window_layers use_sliding_window num_experts num_experts_used expert_ffn_size "
         "shared_expert_ffn_size expert_weights_scale"
-    ).split():
+    )
+    for name in names.split(" "):
         assert hasattr(config, name)
 
 
@@ -271,19 +273,15 @@ JUNK = st.one_of(
 @settings(max_examples=150, deadline=None)
 @given(st.dictionaries(st.sampled_from(sorted({*MOE, "rope_parameters", "layer_types"})), JUNK, max_size=3))
 def test_any_config_json_loads_or_raises_model_error(changes: dict[str, Any]) -> None:
-    try:
+    with suppress(ModelError):  # anything else is a failure
         ModelConfig.from_hf(MOE | changes, changes)
-    except ModelError as error:
-        assert "\n" not in str(error)
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.dictionaries(st.sampled_from(sorted(GGUF)), st.one_of(JUNK, st.just(np.arange(3))), max_size=3))
 def test_any_metadata_loads_or_raises_model_error(changes: dict[str, Any]) -> None:
-    try:
+    with suppress(ModelError):
         ModelConfig.from_gguf(GGUF | changes)
-    except ModelError as error:
-        assert "\n" not in str(error)
 
 
 # --------------------------------------------------------------------------------------------------------------- GGUF
