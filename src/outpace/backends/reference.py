@@ -1,0 +1,175 @@
+"""The backend contract on the NumPy oracle: slow, short, and what the native backend is compared with.
+
+Neighbours: base.py is the contract, models/decoder.py computes a row, cache.py is a slot's state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+from ..cache import KVCache
+from ..config import ModelConfig
+from ..models.decoder import Decoder
+from ..models.names import expected_tensors, is_matrix
+from ..models.quantise import FloatMatrix, GroupMatrix, Matrix, quantise_weights
+from ..types import F32, I64, CapacityError, ModelError, UsageError
+from ..weights.weight_map import WeightMap
+from .base import Capacity, Pass, Rows
+
+Precision = Literal["f32", "int8"]
+
+
+class ReferenceBackend:
+    """A model on the oracle. Takes its tensors out of `weights` (canonical names, models/names.py).
+
+    precision: "f32" decodes every tensor; "int8" holds matrices in groups of 32 (exactly, where the file's kind allows
+    it) and rounds activations (models/quantise.py). positions: rows a slot holds; the model's own limit by default.
+    Raises ModelError when a tensor is missing or has the wrong shape.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: WeightMap,
+        *,
+        precision: Precision = "f32",
+        slots: int = 8,
+        positions: int | None = None,
+        rows: int = 4096,
+    ) -> None:
+        if precision not in ("f32", "int8"):
+            raise UsageError(f"precision must be f32 or int8, got {precision!r}")
+        self.config = config
+        self.capacity = Capacity(slots, positions or config.max_position_embeddings, rows)
+        matrices, vectors = take_weights(config, weights, precision)
+        self._decoder = Decoder(config, matrices, vectors)
+        self._slots: dict[int, KVCache] = {}
+        self._parents: dict[int, list[int]] = {}  # of each slot's pending rows
+
+    def new_slot(self) -> int:
+        return self._open(KVCache(self.config, self.capacity.positions))
+
+    def free_slot(self, slot: int) -> None:
+        self._slot(slot)
+        del self._slots[slot]
+
+    def fork_slot(self, slot: int) -> int:
+        return self._open(self._slot(slot).fork())
+
+    def length(self, slot: int) -> int:
+        return self._slot(slot).length
+
+    def commit(self, slot: int, rows: Sequence[int]) -> None:
+        cache = self._slot(slot)
+        parents = self._parents.get(slot, []) if cache.pending else []
+        before = -1
+        for row in rows:
+            if not 0 <= row < len(parents) or parents[row] != before:
+                raise UsageError(f"cannot commit rows {list(rows)[:8]}: not a path from the root of the last pass")
+            before = row
+        cache.commit(rows)
+
+    def truncate(self, slot: int, length: int) -> None:
+        self._slot(slot).truncate(length)
+
+    def forward(self, batch: Sequence[Rows], taps: Sequence[int] = ()) -> Pass:
+        self._check(batch, taps)
+        logits: list[F32] = []
+        tapped: dict[int, list[F32]] = {tap: [] for tap in taps}
+        for share in batch:
+            cache = self._slots[share.slot]
+            parents = _parents(share)
+            cache.append(len(share.tokens))
+            wanted = range(len(share.tokens)) if share.logits is None else set(share.logits)
+            for row, token in enumerate(share.tokens):
+                hidden = self._decoder.row(int(token), row, _sees(cache.length, parents, row), cache)
+                if row in wanted:
+                    logits.append(self._decoder.logits(hidden[self.config.num_hidden_layers]))
+                for tap in taps:
+                    tapped[tap].append(hidden[tap])
+            self._parents[share.slot] = parents
+        return Pass(
+            np.stack(logits) if logits else np.zeros((0, self.config.vocab_size), dtype=np.float32),
+            {tap: np.stack(rows) for tap, rows in tapped.items()},
+        )
+
+    def _open(self, cache: KVCache) -> int:
+        for slot in range(self.capacity.slots):
+            if slot not in self._slots:
+                self._slots[slot] = cache
+                return slot
+        raise CapacityError(f"all {self.capacity.slots} slots are taken; free one first")
+
+    def _slot(self, slot: int) -> KVCache:
+        if slot not in self._slots:
+            raise UsageError(f"slot {slot} is not open")
+        return self._slots[slot]
+
+    def _check(self, batch: Sequence[Rows], taps: Sequence[int]) -> None:
+        """Everything that can be wrong with a pass, before anything changes."""
+        if not batch:
+            raise UsageError("a pass needs at least one slot")
+        if len({share.slot for share in batch}) != len(batch):
+            raise UsageError("a slot may appear only once in a pass")
+        for tap in taps:
+            if not -1 <= tap <= self.config.num_hidden_layers:
+                raise UsageError(f"tap {tap} is not in -1 .. {self.config.num_hidden_layers}")
+        for share in batch:
+            cache, count = self._slot(share.slot), len(share.tokens)
+            if count == 0:
+                raise UsageError(f"slot {share.slot} has no rows in this pass")
+            for token in share.tokens:
+                if not 0 <= token < self.config.vocab_size:
+                    raise UsageError(f"token id {token} is not in 0 .. {self.config.vocab_size - 1}")
+            if share.parents is not None and (
+                len(share.parents) != count or any(not -1 <= p < i for i, p in enumerate(share.parents))
+            ):
+                raise UsageError("parents must name an earlier row, or -1, for each row")
+            wanted = list(share.logits or ())
+            if any(not 0 <= row < count for row in wanted) or wanted != sorted(set(wanted)):
+                raise UsageError(f"logits rows must be ascending and in 0 .. {count - 1}")
+            if cache.length + count > self.capacity.positions:
+                raise CapacityError(
+                    f"{cache.length} + {count} rows do not fit the {self.capacity.positions} positions of a slot"
+                )
+        total = sum(len(share.tokens) for share in batch)
+        if total > self.capacity.rows:
+            raise CapacityError(f"a pass takes at most {self.capacity.rows} rows, got {total}")
+
+
+def take_weights(
+    config: ModelConfig, weights: WeightMap, precision: Precision
+) -> tuple[dict[str, Matrix], dict[str, F32]]:
+    """Takes every tensor of the model out of the map: matrices by precision, vectors as float32. Raises ModelError."""
+    matrices: dict[str, Matrix] = {}
+    vectors: dict[str, F32] = {}
+    for name, shape in expected_tensors(config).items():
+        if not weights.has(name):
+            raise ModelError(f"tensor {name} is missing")
+        tensor = weights.take_tensor(name)
+        if tuple(tensor.shape) != shape:
+            raise ModelError(f"tensor {name} has shape {list(tensor.shape)}, expected {list(shape)}")
+        if len(shape) == 1:
+            vectors[name] = tensor.f32()
+        elif precision == "int8" and is_matrix(name, shape):
+            groups = tensor.groups()
+            matrices[name] = GroupMatrix(quantise_weights(tensor.f32()) if groups is None else groups, shape[1])
+        else:
+            matrices[name] = FloatMatrix(tensor.f32())
+    return matrices, vectors
+
+
+def _parents(share: Rows) -> list[int]:
+    return list(range(-1, len(share.tokens) - 1)) if share.parents is None else list(share.parents)
+
+
+def _sees(length: int, parents: Sequence[int], row: int) -> I64:
+    """The cache places that a row attends, in order of position: committed rows, its ancestors, itself."""
+    path = []
+    while row >= 0:
+        path.append(length + row)
+        row = parents[row]
+    return np.array([*range(length), *reversed(path)], dtype=np.int64)

@@ -1,0 +1,95 @@
+"""The arithmetic of int8 mode, written once: how activations and weights are rounded, how a product is summed.
+
+The native core follows these rules; this module is what it is tested against. Groups are of 32 along the input axis;
+a width that is no multiple of 32 is filled up with zeros, which change nothing.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..types import F32
+from ..weights.tensor import Groups
+
+GROUP = 32
+
+
+def quantise_activations(x: F32) -> tuple[F32, F32]:
+    """Rounds activations to 8 bits in groups of 32.
+
+    x: float32 [..., n]. Returns q, whole numbers from -127 to 127 held as float32 [..., g, 32] with g = ceil(n / 32),
+    and d, float32 [..., g], so that x is about q * d. The rule, in float32: amax = the group's largest |x|,
+    d = amax / 127, q = rint(x * (127 / amax)) with ties to even; q = 0 where amax = 0.
+    """
+    groups = _grouped(x)
+    amax = np.abs(groups).max(axis=-1)
+    with np.errstate(divide="ignore", over="ignore"):
+        inverse = np.where(amax > 0, np.float32(127) / amax, np.float32(0))
+    # 127 / amax overflows for amax below 4e-37: such a group is as good as zero
+    inverse = np.where(np.isinf(inverse), np.float32(0), inverse).astype(np.float32)
+    return np.rint(groups * inverse[..., None]), amax / np.float32(127)
+
+
+def quantise_weights(weight: F32) -> Groups:
+    """Rounds a float32 matrix [out, in] to int8 groups by the same rule; for kinds that have no exact group form.
+
+    The result's width is filled up with zeros to a multiple of 32.
+    """
+    q, scale = quantise_activations(weight)
+    return Groups(q.astype(np.int8).reshape(len(weight), -1), scale, None)
+
+
+class FloatMatrix:
+    """A float32 matrix [out, in]."""
+
+    def __init__(self, weight: F32) -> None:
+        self.weight = np.ascontiguousarray(weight)
+
+    def __call__(self, x: F32) -> F32:
+        """float32 [in] -> float32 [out]."""
+        product: F32 = self.weight @ x
+        return product
+
+    def row(self, index: int) -> F32:
+        """One row as float32 [in]: an embedding."""
+        row: F32 = self.weight[index]
+        return row
+
+
+class GroupMatrix:
+    """A matrix [out, in] in int8 groups; width: its true number of inputs, where zeros fill the last group."""
+
+    def __init__(self, groups: Groups, width: int) -> None:
+        out, self.width = len(groups.q), width
+        # Whole numbers in float32, [g, out, 32]: a dot product of 32 stays below 2**24, so BLAS computes it exactly.
+        self.q = np.ascontiguousarray(groups.q.reshape(out, -1, GROUP).transpose(1, 0, 2), dtype=np.float32)
+        self.scale = np.ascontiguousarray(groups.scale.T)
+        self.offset = None if groups.offset is None else np.ascontiguousarray(groups.offset.T)
+
+    def __call__(self, x: F32) -> F32:
+        """float32 [in] -> float32 [out]: the sum over groups, first to last, of
+        d * (scale * sum(q_x * q_w) + offset * sum(q_x)), each step rounded to float32."""
+        q, d = quantise_activations(x)
+        terms = self.scale * np.matmul(self.q, q[:, :, None])[:, :, 0]
+        if self.offset is not None:
+            terms += self.offset * q.sum(axis=1)[:, None]
+        total: F32 = (d[:, None] * terms).sum(axis=0)
+        return total
+
+    def row(self, index: int) -> F32:
+        """One row, dequantised, as float32 [in]."""
+        values = self.scale[:, index, None] * self.q[:, index]
+        if self.offset is not None:
+            values = values + self.offset[:, index, None]
+        return values.reshape(-1)[: self.width]
+
+
+Matrix = FloatMatrix | GroupMatrix
+
+
+def _grouped(x: F32) -> F32:
+    """[..., n] -> [..., ceil(n / 32), 32], filled up with zeros."""
+    missing = -x.shape[-1] % GROUP
+    if missing:
+        x = np.concatenate([x, np.zeros((*x.shape[:-1], missing), dtype=np.float32)], axis=-1)
+    return x.reshape(*x.shape[:-1], -1, GROUP)

@@ -1,0 +1,258 @@
+"""How numbers lie in model files: every kind of value that outpace reads, and the exact way back to float32.
+
+Neighbours: tensor.py holds bytes together with a kind of this file; gguf.py and safetensors.py find the bytes. Nothing
+here knows files or models.
+
+Sources: the block layouts and the order of their float32 operations are those of ggml (block_q4_0 ... block_q6_K in
+ggml-common.h, dequantize_row_* in ggml-quants.c); FP8 is Micikevicius et al. 2022, arXiv 2209.05433 (E4M3 without
+infinities). Decoding gives the same bits as that definition, so a model's values are exactly its file's values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..types import F32, ModelError
+
+U8 = NDArray[np.uint8]
+I8 = NDArray[np.int8]
+
+GROUP = 32  # values that share one scale in the native core
+CHUNK = 1 << 18  # values decoded at a time: the intermediate arrays stay in the processor's cache
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """A matrix in groups of 32 along its input axis: w[o, i] = scale[o, i // 32] * q[o, i] + offset[o, i // 32].
+
+    q: int8 [out, in], in a multiple of 32. scale: float32 [out, in / 32]. offset: the same shape, or None for zeros.
+    The product and the sum are each rounded to float32.
+    """
+
+    q: I8
+    scale: F32
+    offset: F32 | None
+
+    def f32(self) -> F32:
+        """The values as a new float32 array [out, in]."""
+        return ungroup(self.scale, self.q.reshape(*self.scale.shape, GROUP), self.offset).reshape(self.q.shape)
+
+
+# n blocks taken apart into g groups of 32: scale float32 [n, g], q int8 [n, g, 32], offset float32 [n, g] or None.
+Parts = tuple[F32, I8, F32 | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind of value: `block` values lie in `size` bytes.
+
+    decode: uint8 [n, size] -> float32 [n, block]; None for integers. parts: the same blocks as groups of 32, None where
+    there is no exact group form. integer: the dtype of an integer kind.
+    """
+
+    block: int
+    size: int
+    decode: Callable[[U8], F32] | None = None
+    parts: Callable[[U8], Parts] | None = None
+    integer: np.dtype[Any] | None = None
+
+
+def ungroup(scale: F32, q: I8, offset: F32 | None) -> F32:
+    """float32 [n, g, 32] of scale [n, g], q [n, g, 32], offset [n, g]. A damaged scale (NaN) stays visible."""
+    with np.errstate(all="ignore"):
+        values: F32 = scale[..., None] * q
+        if offset is not None:
+            values += offset[..., None]
+    return values
+
+
+# -------------------------------------------------------------------------------------------------- plain floats
+
+
+def _float32(blocks: U8) -> F32:
+    return blocks.view("<f4").astype(np.float32, copy=False)
+
+
+def _float16(blocks: U8) -> F32:
+    return blocks.view("<f2").astype(np.float32)
+
+
+def _bfloat16(blocks: U8) -> F32:
+    return (blocks.view("<u2").astype(np.uint32) << 16).view(np.float32)
+
+
+def _e4m3_table() -> F32:
+    code = np.arange(256)
+    exponent, mantissa = (code >> 3) & 15, code & 7
+    size = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10.0))
+    size[(code & 127) == 127] = np.nan
+    return np.where(code >= 128, -size, size).astype(np.float32)
+
+
+_E4M3 = _e4m3_table()
+
+
+def _float8_e4m3(blocks: U8) -> F32:
+    return _E4M3[blocks]
+
+
+def _float8_e5m2(blocks: U8) -> F32:
+    return (blocks.astype(np.uint16) << 8).view(np.float16).astype(np.float32)
+
+
+# -------------------------------------------------------------------------------------------------- blocks of 32
+
+
+def _half(blocks: U8, at: int) -> F32:
+    """The float16 number at byte `at` of every block: float32 [n, 1]."""
+    return _float16(blocks[:, at : at + 2])
+
+
+def _nibbles(packed: U8) -> U8:
+    """[n, 16] bytes -> [n, 32] values: the low halves are values 0..15, the high halves 16..31."""
+    return np.concatenate([packed & 15, packed >> 4], axis=1)
+
+
+def _fifth_bits(blocks: U8, at: int) -> U8:
+    """The 32 bits that lie in four bytes from `at`, each worth 16: [n, 32]."""
+    bits: U8 = np.unpackbits(blocks[:, at : at + 4], axis=1, bitorder="little")
+    return bits << np.uint8(4)
+
+
+def _signed(values: U8, minus: int = 0) -> I8:
+    """[n, 32] unsigned values -> int8 [n, 1, 32], lowered by `minus`."""
+    q = values.view(np.int8)
+    return (q - np.int8(minus) if minus else q)[:, None, :]
+
+
+def _q8_0(blocks: U8) -> Parts:
+    return _half(blocks, 0), blocks[:, None, 2:34].view(np.int8), None
+
+
+def _q4_0(blocks: U8) -> Parts:
+    return _half(blocks, 0), _signed(_nibbles(blocks[:, 2:18]), 8), None
+
+
+def _q4_1(blocks: U8) -> Parts:
+    return _half(blocks, 0), _signed(_nibbles(blocks[:, 4:20])), _half(blocks, 2)
+
+
+def _q5_0(blocks: U8) -> Parts:
+    return _half(blocks, 0), _signed(_nibbles(blocks[:, 6:22]) | _fifth_bits(blocks, 2), 16), None
+
+
+def _q5_1(blocks: U8) -> Parts:
+    return _half(blocks, 0), _signed(_nibbles(blocks[:, 8:24]) | _fifth_bits(blocks, 4)), _half(blocks, 2)
+
+
+# ------------------------------------------------------------------------------------------ super-blocks of 256
+
+
+def _k_scales(blocks: U8) -> tuple[F32, F32]:
+    """scale and offset, float32 [n, 8], of Q4_K and Q5_K: two float16 factors, then 8 + 8 numbers of 6 bits.
+
+    Bytes 0..3 of the twelve hold the scales 0..3 and bytes 4..7 the minima 0..3 in their low 6 bits; bytes 8..11 hold
+    the low 4 bits of scales and minima 4..7, whose upper 2 bits are the upper bits of bytes 0..3 and 4..7.
+    """
+    low_scale, low_min, rest = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    scale = np.concatenate([low_scale & 63, (rest & 15) | (low_scale >> 6 << 4)], axis=1)
+    minimum = np.concatenate([low_min & 63, (rest >> 4) | (low_min >> 6 << 4)], axis=1)
+    with np.errstate(all="ignore"):
+        return _half(blocks, 0) * scale, -(_half(blocks, 2) * minimum)
+
+
+def _k_nibbles(packed: U8) -> U8:
+    """[n, 128] bytes -> [n, 8, 32]: each run of 32 bytes holds one group in its low halves, the next in its high."""
+    runs = packed.reshape(-1, 4, 1, 32)
+    return np.concatenate([runs & 15, runs >> 4], axis=2).reshape(-1, 8, 32)
+
+
+def _q4_k(blocks: U8) -> Parts:
+    scale, offset = _k_scales(blocks)
+    return scale, _k_nibbles(blocks[:, 16:144]).view(np.int8), offset
+
+
+def _q5_k(blocks: U8) -> Parts:
+    scale, offset = _k_scales(blocks)
+    fifth = (blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None]) & 1  # bit g of byte l: group g, value l
+    return scale, (_k_nibbles(blocks[:, 48:176]) | (fifth << 4)).view(np.int8), offset
+
+
+def _q6_k(blocks: U8) -> F32:
+    """Sixteen groups of 16 with int8 scales: two halves of 128 values, each of four runs of 32."""
+    low, high = blocks[:, :128].reshape(-1, 2, 2, 32), blocks[:, 128:192].reshape(-1, 2, 1, 32)
+    nibbles = np.concatenate([low & 15, low >> 4], axis=2)
+    upper = (high >> np.arange(0, 8, 2, dtype=np.uint8)[:, None]) & 3
+    q = (nibbles | (upper << 4)).view(np.int8).reshape(-1, 16, 16) - np.int8(32)
+    with np.errstate(all="ignore"):
+        scale: F32 = _half(blocks, 208) * blocks[:, 192:208].view(np.int8)
+        values: F32 = (scale[..., None] * q).reshape(-1, 256)
+    return values
+
+
+# ---------------------------------------------------------------------------------------------------- the table
+
+
+def _grouped(block: int, size: int, parts: Callable[[U8], Parts]) -> Kind:
+    return Kind(block, size, lambda blocks: ungroup(*parts(blocks)).reshape(-1, block), parts)
+
+
+def _integer(code: str) -> Kind:
+    dtype = np.dtype(code)
+    return Kind(1, dtype.itemsize, integer=dtype)
+
+
+KINDS: dict[str, Kind] = {
+    "F32": Kind(1, 4, _float32),
+    "F16": Kind(1, 2, _float16),
+    "BF16": Kind(1, 2, _bfloat16),
+    "F8_E4M3": Kind(1, 1, _float8_e4m3),
+    "F8_E5M2": Kind(1, 1, _float8_e5m2),
+    "Q8_0": _grouped(32, 34, _q8_0),
+    "Q4_0": _grouped(32, 18, _q4_0),
+    "Q4_1": _grouped(32, 20, _q4_1),
+    "Q5_0": _grouped(32, 22, _q5_0),
+    "Q5_1": _grouped(32, 24, _q5_1),
+    "Q4_K": _grouped(256, 144, _q4_k),
+    "Q5_K": _grouped(256, 176, _q5_k),
+    "Q6_K": Kind(256, 210, _q6_k),
+    "I8": _integer("i1"),
+    "I16": _integer("<i2"),
+    "I32": _integer("<i4"),
+    "I64": _integer("<i8"),
+    "U8": _integer("u1"),
+    "BOOL": _integer("?"),
+}
+
+
+# --------------------------------------------------------------------------------------------------- quantising
+
+
+def quantise_q8(weights: F32) -> Groups:
+    """Rounds float32 [out, in] to the values that a Q8_0 block can hold.
+
+    For each group of 32: scale = max|w| / 127 rounded to float16 (kept as its float32 value), q = w / scale rounded to
+    the nearest integer, halves to even, clipped to -127..127. A group whose scale rounds to zero becomes zeros.
+    Raises ModelError when `in` is not a multiple of 32, or a weight is not finite or too large for a float16 scale.
+    """
+    if weights.ndim != 2 or weights.shape[1] % GROUP:
+        raise ModelError(f"cannot quantise shape {weights.shape}: it must be [out, in] with in a multiple of {GROUP}")
+    out, width = weights.shape
+    q = np.empty((out, width), dtype=np.int8)
+    scale = np.empty((out, width // GROUP), dtype=np.float32)
+    step = max(1, CHUNK // max(1, width))
+    with np.errstate(all="ignore"):
+        for at in range(0, out, step):
+            groups = weights[at : at + step].astype(np.float32, copy=False).reshape(-1, width // GROUP, GROUP)
+            part = (np.abs(groups).max(axis=2) / np.float32(127)).astype(np.float16).astype(np.float32)
+            if not np.isfinite(part).all():
+                raise ModelError("cannot quantise: a weight is NaN, infinite or too large for a float16 scale")
+            divisor = np.where(part > 0, part, np.float32(np.inf))[..., None]
+            q[at : at + step] = np.clip(np.rint(groups / divisor), -127, 127).reshape(-1, width)
+            scale[at : at + step] = part
+    return Groups(q, scale, None)
