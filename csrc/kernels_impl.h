@@ -9,8 +9,10 @@ namespace {
 
 #if defined(__AVX512F__)
 constexpr int TILE = 12, TILE_F32 = 8, HEADS = 4;  // rows or heads at once: their sums fill the 32 registers
-#else
+#elif defined(__AVX2__)
 constexpr int TILE = 4, TILE_F32 = 4, HEADS = 1;
+#else
+constexpr int TILE = 2, TILE_F32 = 2, HEADS = 1;
 #endif
 
 template <bool HALF> OUTPACE_INLINE Floats load_scale(const uint8_t* scales, size_t group) {

@@ -161,8 +161,13 @@ OUTPACE_INLINE Floats to_float(const Ints& v) {
     return r;
 }
 
-// a * b + c, rounded once.
-OUTPACE_INLINE Floats fma(const Floats& a, const Floats& b, const Floats& c) {
+// a * b + c, rounded once. Without the instruction this is a library call a lane: not worth writing out in place.
+#if defined(__FMA__) || defined(__aarch64__)
+OUTPACE_INLINE
+#else
+__attribute__((noinline))
+#endif
+Floats fma(const Floats& a, const Floats& b, const Floats& c) {
     Floats r;
 #if defined(__AVX512F__)
     r.part[0] = (FloatPart)_mm512_fmadd_ps((__m512)a.part[0], (__m512)b.part[0], (__m512)c.part[0]);
@@ -171,9 +176,12 @@ OUTPACE_INLINE Floats fma(const Floats& a, const Floats& b, const Floats& c) {
 #elif defined(__aarch64__)
     OUTPACE_EACH(r, (FloatPart)vfmaq_f32((float32x4_t)c.part[i], (float32x4_t)a.part[i], (float32x4_t)b.part[i]));
 #else
-    for (int i = 0; i < PARTS; ++i) {
-        for (int j = 0; j < WIDTH; ++j) r.part[i][j] = __builtin_fmaf(a.part[i][j], b.part[i][j], c.part[i][j]);
-    }
+    float x[LANES], y[LANES], z[LANES];
+    std::memcpy(x, &a, sizeof x);
+    std::memcpy(y, &b, sizeof y);
+    std::memcpy(z, &c, sizeof z);
+    for (int i = 0; i < LANES; ++i) z[i] = __builtin_fmaf(x[i], y[i], z[i]);
+    std::memcpy(&r, z, sizeof z);
 #endif
     return r;
 }
