@@ -11,9 +11,11 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from .api import Delta, LanguageModel, Result, load
     from .config import ModelConfig, Qwen3Config
+    from .models.mtp import MtpHead
     from .speculator import (
         DraftProposal,
         Qwen3Generator,
+        Qwen3MtpSpeculator,
         Qwen3Speculator,
         SpecDecoder,
         Speculator,
@@ -43,7 +45,9 @@ _HOME = {
     "ModelConfig": "config",
     "Qwen3Config": "config",
     "DraftProposal": "speculator",
+    "MtpHead": "models.mtp",
     "Qwen3Generator": "speculator",
+    "Qwen3MtpSpeculator": "speculator",
     "Qwen3Speculator": "speculator",
     "SpecDecoder": "speculator",
     "Speculator": "speculator",
@@ -73,10 +77,12 @@ __all__ = [
     "LanguageModel",
     "ModelConfig",
     "ModelError",
+    "MtpHead",
     "NumericalError",
     "OutpaceError",
     "Qwen3Config",
     "Qwen3Generator",
+    "Qwen3MtpSpeculator",
     "Qwen3Speculator",
     "Result",
     "RewindError",

@@ -19,6 +19,7 @@ from .backends.native import NativeBackend
 from .backends.reference import ReferenceBackend
 from .config import ModelConfig
 from .drafters.draft_model import common_prefix
+from .models.mtp import MtpHead
 from .sampling import Noise, Sampler, Stream, fresh_seed
 from .types import F32, F64, CapacityError, Device, Distribution, Draft, SampleOpts, UsageError
 from .weights.weight_map import WeightMap
@@ -67,11 +68,13 @@ class Qwen3Generator:
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
+        self.tap: int | None = None  # hidden state to keep for a head, as backends/base.py counts them
         self.rows_computed = 0
         self.passes = 0
         self._slot = backend.new_slot()
         self._tokens: list[int] = []  # committed
         self._pending: list[int] = []  # appended by the last pass, not settled yet
+        self._hidden: list[F32] = []  # the tapped state of each token held, where a tap is set
         self._logits: F32 | None = None  # after the last token of the sequence
 
     @classmethod
@@ -136,6 +139,16 @@ class Qwen3Generator:
             raise UsageError("no sequence yet: call prefill first")
         return [*self._tokens, *self._pending]
 
+    def hidden(self, context: Sequence[int]) -> list[F32]:
+        """The tapped hidden state of every token of the context but the last, read now where it is not held."""
+        held = [*self._tokens, *self._pending]
+        if len(self._hidden) < len(held):  # the tap was set after these were read
+            self.backend.truncate(self._slot, 0)
+            self._tokens, self._pending, held = [], [], []
+        if common_prefix(held, context[:-1]) < len(context) - 1:
+            self.read(context[:-1], [], 1)
+        return self._hidden[: len(context) - 1]
+
     def read(self, context: Sequence[int], ahead: Sequence[int], rows: int) -> F32:
         """Makes the model read context and `ahead`, recomputing only what its cache does not hold.
 
@@ -153,6 +166,7 @@ class Qwen3Generator:
         else:
             self.backend.commit(self._slot, range(keep - len(self._tokens)))
         self._tokens, self._pending = held[:keep], []
+        del self._hidden[keep:]
         while len(sequence) - len(self._tokens) > self.backend.capacity.rows:
             chunk = sequence[len(self._tokens) :][: self.backend.capacity.rows - rows]
             self._forward(chunk, 0)
@@ -166,7 +180,11 @@ class Qwen3Generator:
     def _forward(self, tokens: list[int], rows: int) -> F32:
         self.passes += 1
         self.rows_computed += len(tokens)
-        return self.backend.forward([Rows(self._slot, tokens, logits=range(len(tokens) - rows, len(tokens)))]).logits
+        share = Rows(self._slot, tokens, logits=range(len(tokens) - rows, len(tokens)))
+        result = self.backend.forward([share], () if self.tap is None else (self.tap,))
+        if self.tap is not None:
+            self._hidden.extend(result.taps[self.tap])
+        return result.logits
 
 
 class Qwen3Speculator:
@@ -189,13 +207,7 @@ class Qwen3Speculator:
         tokens: list[int] = []
         rows: list[F64] = []
         for _ in range(n):
-            logits = self.generator.read(context, tokens, 1)[0]
-            row = self._row(sampler, logits, tokens)
-            if self._sampling:
-                place = (sampler.position, sampler.position + len(tokens))
-                token = sampler.noise.draw(sparse(row), Stream.DRAFT, *place)
-            else:
-                token = int(np.argmax(row))
+            token, row = self._choose(sampler, self.generator.read(context, tokens, 1)[0], tokens)
             tokens.append(token)
             rows.append(row)
         return DraftProposal(tokens, self._stack(rows), drawn=self._sampling)
@@ -221,6 +233,14 @@ class Qwen3Speculator:
         # Prompt and answer cannot be told apart here: penalties that look at the output see none.
         return Sampler(self.opts, self.config().vocab_size, context, end_tokens=self.config().eos_token_ids)
 
+    def _choose(self, sampler: Sampler, logits: F32, ahead: Sequence[int]) -> tuple[int, F64]:
+        """A draft token and its row."""
+        row = self._row(sampler, logits, ahead)
+        if not self._sampling:
+            return int(np.argmax(row)), row
+        place = (sampler.position, sampler.position + len(ahead))
+        return sampler.noise.draw(sparse(row), Stream.DRAFT, *place), row
+
     def _row(self, sampler: Sampler, logits: F32, ahead: Sequence[int]) -> F64:
         if self._sampling:
             return sampler.row(logits, ahead).dense(len(logits))
@@ -230,6 +250,54 @@ class Qwen3Speculator:
 
     def _stack(self, rows: list[F64]) -> F64:
         return np.stack(rows) if rows else np.zeros((0, self.config().vocab_size))
+
+
+class Qwen3MtpSpeculator(Qwen3Speculator):
+    """Proposes with a multi-token-prediction head inside the model, which costs a fraction of its forward pass.
+
+    The head reads the hidden states that the model's own pass left behind, so that a round is n head steps and one
+    target pass. Give it as the `draft` (and, being a Qwen3Speculator on the same generator, as the `target` too).
+    """
+
+    def __init__(self, generator: Qwen3Generator, head: MtpHead, opts: SampleOpts | None = None) -> None:
+        """Raises UsageError when the head belongs to a model of another size."""
+        super().__init__(generator, opts)
+        ours, its = generator.config(), head.config
+        if (ours.hidden_size, ours.vocab_size) != (its.hidden_size, its.vocab_size):
+            raise UsageError(
+                f"the head is for a model of hidden size {its.hidden_size} and vocabulary {its.vocab_size}, "
+                f"this one has {ours.hidden_size} and {ours.vocab_size}"
+            )
+        self.head = head
+        self.head_steps = 0
+        generator.tap = head.tap
+        self._read: list[int] = []  # the head's cache holds slots for all of these but the last
+        self._cache = head.new_cache(generator.backend.capacity.positions)
+
+    def propose(self, context: Sequence[int], n: int) -> DraftProposal:
+        """n tokens by the head. With a context of one token there is no hidden state yet: the model proposes."""
+        if n <= 0 or len(context) < 2:
+            return super().propose(context, n)
+        hidden = self.generator.hidden(context)
+        # At least the last slot is computed again: its logits are the first draft.
+        keep = min(max(0, common_prefix(self._read, context) - 1), len(hidden) - 1)
+        self._cache.truncate(keep)
+        for slot in range(keep, len(hidden)):
+            logits, state = self._step(context[slot + 1], hidden[slot])
+        self._read = list(context)
+        sampler = self._sampler(context)
+        tokens, rows = [], []
+        while True:
+            token, row = self._choose(sampler, logits, tokens)
+            tokens.append(token)
+            rows.append(row)
+            if len(tokens) == n:
+                return DraftProposal(tokens, self._stack(rows), drawn=self._sampling)
+            logits, state = self._step(token, state)
+
+    def _step(self, token: int, hidden: F32) -> tuple[F32, F32]:
+        self.head_steps += 1
+        return self.head.step(token, hidden, self._cache)
 
 
 class SpecDecoder:

@@ -36,12 +36,18 @@ class Decoder:
     def row(self, token: int, row: int, sees: I64, cache: KVCache) -> dict[int, F32]:
         """One row through all layers.
 
+        Arguments and result as `run`, which it enters with the token's embedding.
+        """
+        return self.run(self.matrices[EMBEDDING].row(token), row, sees, cache)
+
+    def run(self, x: F32, row: int, sees: I64, cache: KVCache) -> dict[int, F32]:
+        """One row, x [H] being what enters the first layer.
+
         row: its index among the cache's pending rows, where its keys and values go. sees: int64 [n], the places in
         the cache that it attends in order of position, its own last; its position is n - 1. Returns the hidden states
-        [H] by tap (backends/base.py): -1 the embedding, i the output of layer i, num_hidden_layers the final norm.
+        [H] by tap (backends/base.py): -1 is x, i the output of layer i, num_hidden_layers the final norm.
         """
         config = self.config
-        x = self.matrices[EMBEDDING].row(token)
         hidden = {-1: x}
         cos, sin = (table[0] for table in rotary_tables(config, np.array([len(sees) - 1])))
         for layer in range(config.num_hidden_layers):
@@ -104,10 +110,14 @@ class Decoder:
         return y if bias is None else y + bias
 
     def _norm(self, x: F32, name: str) -> F32:
-        """RMSNorm over the last axis."""
-        mean_square = np.mean(x * x, axis=-1, keepdims=True)
-        normed: F32 = x / np.sqrt(mean_square + np.float32(self.config.rms_norm_eps)) * self.vectors[name]
-        return normed
+        return rms_norm(x, self.vectors[name], self.config.rms_norm_eps)
+
+
+def rms_norm(x: F32, weight: F32, eps: float) -> F32:
+    """RMSNorm over the last axis."""
+    mean_square = np.mean(x * x, axis=-1, keepdims=True)
+    normed: F32 = x / np.sqrt(mean_square + np.float32(eps)) * weight
+    return normed
 
 
 def _rotate(x: F32, cos: F32, sin: F32) -> F32:
