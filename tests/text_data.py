@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import regex
@@ -116,7 +117,7 @@ def reference_encode(meta: dict[str, Any], text: str, special: bool) -> list[int
                 result.append(ids["".join(symbols)])
                 continue
             while True:
-                pairs = list(zip(symbols, symbols[1:], strict=False))
+                pairs = list(itertools.pairwise(symbols))
                 best = min(pairs, key=lambda pair: ranks.get(pair, 1 << 60), default=None)
                 if best is None or best not in ranks:
                     break
