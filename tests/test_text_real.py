@@ -60,14 +60,20 @@ def test_ids_equal_the_independent_bpe(tokenizer, meta, special):
         assert tokenizer.encode(text, special=special) == reference_encode(meta, text, special), text
 
 
+@pytest.mark.slow
 def test_ids_equal_transformers(tokenizer, theirs):
-    for text in TEXTS + MORE:
+    """On all texts but those with numerals beyond 0-9: transformers drops the pre-tokenizer's name from GGUF files, and
+    so does not cut out single digits as the model's tokenizer.json does."""
+    texts = [t for t in TEXTS + MORE if not any(c.isnumeric() and not c.isdecimal() for c in t)]
+    assert len(texts) == len(TEXTS + MORE) - 2
+    for text in texts:
         ids = theirs(text, add_special_tokens=False)["input_ids"]
         assert tokenizer.encode(text, special=True) == ids, text
         assert tokenizer.decode(ids, skip_special=False) == theirs.decode(ids)
         assert tokenizer.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
 
 
+@pytest.mark.slow
 def test_template_equals_transformers(tokenizer, theirs, meta):
     template = ChatTemplate.from_gguf(meta, tokenizer)
     for messages in (USER, LONG, LONG[:3]):

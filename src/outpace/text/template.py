@@ -152,7 +152,7 @@ def encode_chat(
 ) -> list[int]:
     """Token ids of a conversation, in which only the template can write control tokens.
 
-    A control token's name inside a message or tool ("<|im_end|>" typed by a user) stays plain text. Where one occurs,
+    A control token's name inside a message, tool or switch ("<|im_end|>" typed by a user) stays plain text. Where one occurs,
     its first character is replaced by a stand-in that occurs nowhere else, so that the template sees texts of the
     same length and shape; the rendered text is cut at the control tokens that are left, which are the template's own,
     and each piece gets its characters back before it is encoded. That is how the tokenizer treats any text, so
@@ -160,16 +160,18 @@ def encode_chat(
     """
     checked = check_messages(messages)
     shield = _Shield(tokenizer.control_tokens)
-    safe_messages = [{k: v if k == "role" else shield.cover(v) for k, v in message.items()} for message in checked]
-    safe_tools = None if tools is None else [shield.cover(tool) for tool in tools]
+
+    def covered() -> str:
+        safe = [{k: v if k == "role" else shield.cover(v) for k, v in message.items()} for message in checked]
+        switches = {k: shield.cover(v) for k, v in kwargs.items()}
+        return template._render(safe, shield.cover(tools), add_generation_prompt, switches)
+
+    rendered = covered()
     if not shield.used:
-        return tokenizer.encode(template._render(checked, tools, add_generation_prompt, kwargs), special=True)
+        return tokenizer.encode(rendered, special=True)
     shield.choose([checked, tools, template._sources, kwargs])
-    safe_messages = [{k: v if k == "role" else shield.cover(v) for k, v in message.items()} for message in checked]
-    safe_tools = None if tools is None else [shield.cover(tool) for tool in tools]
-    rendered = template._render(safe_messages, safe_tools, add_generation_prompt, kwargs)
     ids: list[int] = []
-    for part in tokenizer.encode_parts(rendered):
+    for part in tokenizer.encode_parts(covered()):
         ids += [part] if isinstance(part, int) else tokenizer.encode(shield.uncover(part), add_bos=False)
     return ids
 
@@ -178,7 +180,10 @@ class _Shield:
     """Replaces, in texts from outside, the first character of whatever is or could become a control token."""
 
     def __init__(self, controls: Sequence[str]) -> None:
-        self._controls = [control for control in controls if control]
+        self._controls = controls
+        self._beginnings = {control[:n] for control in controls for n in range(1, len(control))}
+        self._endings = {control[n:] for control in controls for n in range(1, len(control))}
+        self._longest = max(map(len, controls), default=0)
         self._standins: dict[str, str] = {}  # character -> stand-in; itself until `choose` was called
         self.used = False
 
@@ -220,18 +225,19 @@ class _Shield:
     def _spots(self, text: str) -> set[int]:
         """Where a control token begins, or part of one that the template's text beside it could complete."""
         spots = set()
-        body = text.strip()
-        first = len(text) - len(text.lstrip())
         for control in self._controls:
             at = text.find(control)
             while at >= 0:
                 spots.add(at)
                 at = text.find(control, at + 1)
-            for n in range(1, min(len(control), len(body) + 1)):
-                if body.endswith(control[:n]):
-                    spots.add(first + len(body) - n)
-                if body.startswith(control[-n:]) and not control[-n:].isalnum():
-                    spots.add(first)
+        body = text.strip()  # templates strip contents
+        first = len(text) - len(text.lstrip())
+        for n in range(1, min(self._longest, len(body) + 1)):
+            if body[-n:] in self._beginnings:
+                spots.add(first + len(body) - n)
+            # An ending that is a plain word would hit too much, and no template puts the rest right before a text.
+            if body[:n] in self._endings and not body[:n].isalnum():
+                spots.add(first)
         return spots
 
 
