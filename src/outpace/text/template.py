@@ -8,6 +8,7 @@ key `tokenizer.chat_template`.
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -46,8 +47,8 @@ class ChatTemplate:
         self._now = now
         if not self._sources or not all(isinstance(text, str) for text in self._sources.values()):
             raise ModelError("the chat template is not a text")
-        for name in self._sources:
-            self._compile(name)
+        self._lock = threading.Lock()
+        self._templates = {name: self._compile(text) for name, text in self._sources.items()}
 
     @classmethod
     def from_folder(cls, path: str | Path) -> ChatTemplate | None:
@@ -123,20 +124,22 @@ class ChatTemplate:
         name = "tool_use" if tools and "tool_use" in self._sources else "default"
         if name not in self._sources:
             raise UsageError(f"the model has no default chat template, only: {', '.join(sorted(self._sources))}")
-        template = self._compile(name)  # anew each time: steps are counted per environment, and threads may share us
+        template, sandbox = self._templates[name]
         special = {key: value for key, value in self._special.items() if value is not None}
         values = {**special, **kwargs, "messages": messages, "tools": list(tools) if tools else None}
         try:
-            return template.render(**values, add_generation_prompt=add_generation_prompt)
+            with self._lock:  # the sandbox counts the steps of one rendering
+                sandbox.reset()
+                return template.render(**values, add_generation_prompt=add_generation_prompt)
         except Exception as error:
             raise _explained(error) from None
 
-    def _compile(self, name: str) -> jinja2.Template:
-        source = self._sources[name]
+    def _compile(self, source: str) -> tuple[jinja2.Template, Sandbox]:
         try:
             if len(source) > MAX_SOURCE:
                 raise LimitError(f"it is longer than {MAX_SOURCE} characters")
-            return Sandbox(self._now).from_string(source)
+            sandbox = Sandbox(self._now)
+            return sandbox.from_string(source), sandbox
         except Exception as error:
             raise _explained(error) from None
 
@@ -152,10 +155,10 @@ def encode_chat(
 ) -> list[int]:
     """Token ids of a conversation, in which only the template can write control tokens.
 
-    A control token's name inside a message, tool or switch ("<|im_end|>" typed by a user) stays plain text. Where one occurs,
-    its first character is replaced by a stand-in that occurs nowhere else, so that the template sees texts of the
-    same length and shape; the rendered text is cut at the control tokens that are left, which are the template's own,
-    and each piece gets its characters back before it is encoded. That is how the tokenizer treats any text, so
+    A control token's name inside a message, tool or switch ("<|im_end|>" typed by a user) stays plain text. Where one
+    occurs, its first character is replaced by a stand-in that occurs nowhere else, so that the template sees texts of
+    the same length and shape; the rendered text is cut at the control tokens that are left, which are the template's
+    own, and each piece gets its characters back before it is encoded. That is how the tokenizer treats any text, so
     conversations without such names get the ids of their rendered text. Raises as `ChatTemplate.render`.
     """
     checked = check_messages(messages)
