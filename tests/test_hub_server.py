@@ -7,6 +7,8 @@ import hashlib
 import json
 import os
 import re
+import subprocess
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -63,10 +65,10 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *args: object) -> None:
         pass
 
-    def do_HEAD(self) -> None:  # noqa: N802 (the library's name)
+    def do_HEAD(self) -> None:
         self.do_GET()
 
-    def do_GET(self) -> None:  # noqa: N802
+    def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path)
         self.server.asked.append((self.command, path, self.headers.get("Range")))
         if path.startswith(("/api/models/org/private", "/org/private")):
@@ -166,8 +168,11 @@ def test_a_model_is_pulled_without_what_it_does_not_need(server):
     assert server.asked == []  # nothing large is fetched unasked
     folder = hub.pull("org/model", progress=False)
     wanted = {f: FILES[f] for f in FILES if f not in ("consolidated.safetensors", "README.md")}
-    wanted = {f: d for f, d in wanted.items() if f.split("/")[0] not in ("onnx", "original") and f[-3:] not in ("bin", ".py")}
-    assert tree(folder) == wanted and len(wanted) == 6
+    wanted = {
+        f: d for f, d in wanted.items() if f.split("/")[0] not in ("onnx", "original") and f[-3:] not in ("bin", ".py")
+    }
+    assert tree(folder) == wanted
+    assert len(wanted) == 6
     assert not any(re.search(r"\.(bin|py|onnx|md)$", path) for _, path, _ in server.asked)
     assert hub.resolve("org/model") == folder
     [info] = hub.list_models()
@@ -184,7 +189,8 @@ def test_a_second_pull_fetches_no_file_again(server):
     hub.remove("org/model")
     assert "model.safetensors" in tree(hub.resolve("org/model@v1"))  # shared files stay
     hub.remove("org/model@v1")
-    assert hub.list_models() == [] and not list(hub.home().glob("hub/models--*"))
+    assert hub.list_models() == []
+    assert not list(hub.home().glob("hub/*"))
 
 
 def test_a_broken_download_resumes(server, monkeypatch):
@@ -196,37 +202,88 @@ def test_a_broken_download_resumes(server, monkeypatch):
     assert (folder / "model.safetensors").read_bytes() == WEIGHTS
     ranges = [r for m, p, r in server.asked if m == "GET" and p.endswith("/model.safetensors")]
     starts = [0 if r is None else int(r[6:-1]) for r in ranges]
-    assert len(starts) == 3 and 0 == starts[0] < starts[1] < starts[2]
+    assert len(starts) == 3
+    assert 0 == starts[0] < starts[1] < starts[2]
 
 
 def test_a_pull_that_was_given_up_goes_on_later(server, monkeypatch):
     import huggingface_hub.file_download as file_download
 
-    def killed(*args, **kwargs):
-        raise KeyboardInterrupt
+    real = file_download.http_get
+
+    def killed(url, stream, **kwargs):
+        if url.endswith("/model.safetensors"):
+            stream.write(WEIGHTS[:300_000])
+            raise KeyboardInterrupt
+        real(url, stream, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(file_download, "_chmod_and_move", killed)  # the last step of a download
+        patch.setattr(file_download, "http_get", killed)
         with pytest.raises(KeyboardInterrupt):
             hub.pull("org/model", progress=False)
     assert hub.list_models() == []
     with pytest.raises(HubError, match="outpace pull"):
         hub.resolve("org/model")
     server.asked.clear()
-    assert (hub.pull("org/model", progress=False) / "model.safetensors").read_bytes() == WEIGHTS
+    folder = hub.pull("org/model", progress=False)
+    assert (folder / "model.safetensors").read_bytes() == WEIGHTS
     again = [r for m, p, r in server.asked if m == "GET" and p.endswith("/model.safetensors")]
-    assert again == []  # all its bytes were there already
+    assert again == ["bytes=300000-"]
+    assert not [f for f in tree(hub.home()) if f.endswith(".part")]
+
+
+def test_a_new_commit_fetches_only_what_changed(server, monkeypatch):
+    old = hub.pull("org/model", progress=False)
+    server.asked.clear()
+    monkeypatch.setattr("test_hub_server.COMMIT", "b" * 40)
+    monkeypatch.setitem(REPOS, "org/model", FILES | {"config.json": b"[1]"})
+    new = hub.pull("org/model", progress=False)
+    assert [p.split("/")[-1] for m, p, _ in server.asked if "/resolve/" in p] == ["config.json"]
+    assert (new / "model.safetensors").read_bytes() == WEIGHTS
+    assert (new / "config.json").read_bytes() == b"[1]"
+    assert not old.exists()  # nothing of the old commit is left to take up space
+
+
+def test_a_wrong_or_overlong_part_is_not_kept(server):
+    folder = hub.pull("org/model", progress=False)
+    hub.remove("org/model")
+    for junk in (b"x" * 1000, WEIGHTS + b"more"):
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors.part").write_bytes(junk)
+        if junk[0] == b"x"[0]:
+            with pytest.raises(HubError, match="damaged"):
+                hub.pull("org/model", progress=False)
+        assert (hub.pull("org/model", progress=False) / "model.safetensors").read_bytes() == WEIGHTS
+        hub.remove("org/model")
+
+
+def test_two_processes_pull_at_once(server):
+    program = "from outpace import hub; print(hub.pull('org/model', progress=False))"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    running = [
+        subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    answers = {p.communicate()[0].strip() for p in running}
+    assert [p.returncode for p in running] == [0, 0]
+    assert answers == {str(hub.resolve("org/model"))}
+    assert len([p for m, p, _ in server.asked if p.endswith("/model.safetensors")]) == 1  # the second one waited
 
 
 def test_one_gguf_file(server):
     path = hub.pull("org/quants:q4_k_m", progress=False)
-    assert path.name == "m-Q4_K_M.gguf" and path.read_bytes() == GGUF["sub/m-Q4_K_M.gguf"]
+    assert path.name == "m-Q4_K_M.gguf"
+    assert path.read_bytes() == GGUF["sub/m-Q4_K_M.gguf"]
     other = hub.pull("org/quants:m-Q8_0.gguf", progress=False)
     assert hub.resolve("org/quants:m-Q8_0.gguf") == other
-    assert {i.name: i.kind for i in hub.list_models()} == {"org/quants:q4_k_m": "gguf", "org/quants:m-Q8_0.gguf": "gguf"}
+    assert {i.name: i.kind for i in hub.list_models()} == {
+        "org/quants:q4_k_m": "gguf",
+        "org/quants:m-Q8_0.gguf": "gguf",
+    }
     assert sum("/resolve/" in p and m == "GET" for m, p, _ in server.asked) == 2
     hub.remove("org/quants:q4_k_m")
-    assert not path.exists() and other.exists()
+    assert not path.exists()
+    assert other.exists()
     assert GGUF["sub/m-Q4_K_M.gguf"] not in tree(hub.home()).values()
 
 
@@ -285,7 +342,9 @@ def test_nobody_listens(monkeypatch, tmp_path):
     monkeypatch.setenv("OUTPACE_HOME", str(tmp_path))
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(HubError, match=r"could not be fetched from http://127.0.0.1:9: .*; check the connection") as error:
+    with pytest.raises(
+        HubError, match=r"could not be fetched from http://127.0.0.1:9: .*; check the connection"
+    ) as error:
         hub.pull("org/model", progress=False)
     assert "\n" not in str(error.value)
 

@@ -29,9 +29,11 @@ def test_any_split_gives_the_whole_text(ids, sizes):
         text += stream.push(rest[:n] if n > 1 else rest[0])
         rest = rest[n:]
     text += stream.flush()
-    assert text == whole and stream.length == len(whole)
+    assert text == whole
+    assert stream.length == len(whole)
     ends = [stream.token_at(k) for k in range(1, len(whole) + 1)]
-    assert ends == sorted(ends) and all(0 <= i < len(ids) for i in ends)
+    assert ends == sorted(ends)
+    assert all(0 <= i < len(ids) for i in ends)
 
 
 def test_characters_wait_until_complete():
@@ -39,8 +41,11 @@ def test_characters_wait_until_complete():
     a, b, c, d = "😀".encode()
     assert [stream.push(i) for i in (a, b, c)] == ["", "", ""]
     assert stream.push(d) == "😀"
-    assert stream.push(a) == "" and stream.push(ord("x")) == "\ufffdx"
-    assert stream.push([a, b]) == "" and stream.flush() == "\ufffd" and stream.flush() == ""
+    assert stream.push(a) == ""
+    assert stream.push(ord("x")) == "\ufffdx"
+    assert stream.push([a, b]) == ""
+    assert stream.flush() == "\ufffd"
+    assert stream.flush() == ""
     assert [stream.token_at(k) for k in (1, 2, 3, 4)] == [3, 5, 5, 7]
     for outside in (0, 5):
         with pytest.raises(UsageError):
@@ -88,15 +93,20 @@ def test_stop_over_tokens_names_its_token():
         released += matcher.push(stream.push(i))
         if matcher.stop:
             break
-    assert released == "é ok" and matcher.stop == "\nUser:" and (matcher.start, matcher.end) == (4, 10)
+    assert released == "é ok"
+    assert matcher.stop == "\nUser:"
+    assert (matcher.start, matcher.end) == (4, 10)
     assert ids[stream.token_at(matcher.end)] == ord(":")
-    assert matcher.push("more") == "" and matcher.flush() == ""
+    assert matcher.push("more") == ""
+    assert matcher.flush() == ""
 
 
 def test_a_long_stop_stays_linear():
     matcher = StopMatcher(["a" * 20_000 + "b"])
     out = "".join(matcher.push("a" * 1000) for _ in range(60))
-    assert len(out) == 40_000 and matcher.push("b") == "" and matcher.start == 40_000
+    assert len(out) == 40_000
+    assert matcher.push("b") == ""
+    assert matcher.start == 40_000
 
 
 def test_empty_stops_are_refused():

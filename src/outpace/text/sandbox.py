@@ -21,7 +21,8 @@ from jinja2.filters import FILTERS
 from jinja2.runtime import Context, LoopContext, Macro, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MAX_STEPS = 1_000_000  # loop steps and calls of one rendering
+MAX_STEPS = 1_000_000  # loop steps of one rendering: far more than a conversation that fits a context needs
+STEPS_OF_CALL = 10  # a call counts for this many, which is about what it costs
 MAX_SIZE = 16 << 20  # characters of a text, or of all that is written; entries of a list
 MAX_WIDTH = 1000  # of padding
 # Filters whose cost cannot be seen from their arguments, and that chat templates have no use for.
@@ -50,13 +51,14 @@ class _Generation(Extension):
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """One environment renders one template once: the counts of steps and written characters belong to it."""
+    """For one template: `reset` comes before each rendering, whose steps and written characters are counted."""
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
     def __init__(self, now: Callable[[], datetime] = datetime.now) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
-        self._steps = self._macro_data = self._size = 0
+        self._macro_data = 0
+        self.reset()
         for name in NO_FILTERS:
             self.filters.pop(name, None)
         self.filters["tojson"] = _to_json
@@ -70,6 +72,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.globals.pop("lipsum", None)
         self.globals["raise_exception"] = _refuse
         self.globals["strftime_now"] = lambda pattern: now().strftime(pattern)
+
+    def reset(self) -> None:
+        self._steps = self._size = 0
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         """Parses, then has loops counted, results of filters and `~` bounded, and what they are made of weighed."""
@@ -94,7 +99,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     # ------------------------------------------------------------------------------------------ what is counted
 
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-        self._step(self._macro_data if isinstance(obj, (Macro, LoopContext)) else 0)
+        self._step(self._macro_data if isinstance(obj, (Macro, LoopContext)) else 0, STEPS_OF_CALL)
         owner, name = getattr(obj, "__self__", None), getattr(obj, "__name__", "")
         if isinstance(owner, str):
             if name in NO_METHODS:
@@ -139,9 +144,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
         return plain
 
-    def _step(self, data: int = 0) -> None:
+    def _step(self, data: int = 0, steps: int = 1) -> None:
         """One loop step or call, after which the template writes at most `data` characters of its own text."""
-        self._steps += 1
+        self._steps += steps
         self._size += data
         _limit(self._size)
         if self._steps > MAX_STEPS:

@@ -8,6 +8,7 @@ key `tokenizer.chat_template`.
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -46,8 +47,8 @@ class ChatTemplate:
         self._now = now
         if not self._sources or not all(isinstance(text, str) for text in self._sources.values()):
             raise ModelError("the chat template is not a text")
-        for name in self._sources:
-            self._compile(name)
+        self._lock = threading.Lock()
+        self._templates = {name: self._compile(text) for name, text in self._sources.items()}
 
     @classmethod
     def from_folder(cls, path: str | Path) -> ChatTemplate | None:
@@ -123,20 +124,22 @@ class ChatTemplate:
         name = "tool_use" if tools and "tool_use" in self._sources else "default"
         if name not in self._sources:
             raise UsageError(f"the model has no default chat template, only: {', '.join(sorted(self._sources))}")
-        template = self._compile(name)  # anew each time: steps are counted per environment, and threads may share us
+        template, sandbox = self._templates[name]
         special = {key: value for key, value in self._special.items() if value is not None}
         values = {**special, **kwargs, "messages": messages, "tools": list(tools) if tools else None}
         try:
-            return template.render(**values, add_generation_prompt=add_generation_prompt)
+            with self._lock:  # the sandbox counts the steps of one rendering
+                sandbox.reset()
+                return template.render(**values, add_generation_prompt=add_generation_prompt)
         except Exception as error:
             raise _explained(error) from None
 
-    def _compile(self, name: str) -> jinja2.Template:
-        source = self._sources[name]
+    def _compile(self, source: str) -> tuple[jinja2.Template, Sandbox]:
         try:
             if len(source) > MAX_SOURCE:
                 raise LimitError(f"it is longer than {MAX_SOURCE} characters")
-            return Sandbox(self._now).from_string(source)
+            sandbox = Sandbox(self._now)
+            return sandbox.from_string(source), sandbox
         except Exception as error:
             raise _explained(error) from None
 
@@ -152,24 +155,26 @@ def encode_chat(
 ) -> list[int]:
     """Token ids of a conversation, in which only the template can write control tokens.
 
-    A control token's name inside a message or tool ("<|im_end|>" typed by a user) stays plain text. Where one occurs,
-    its first character is replaced by a stand-in that occurs nowhere else, so that the template sees texts of the
-    same length and shape; the rendered text is cut at the control tokens that are left, which are the template's own,
-    and each piece gets its characters back before it is encoded. That is how the tokenizer treats any text, so
+    A control token's name inside a message, tool or switch ("<|im_end|>" typed by a user) stays plain text. Where one
+    occurs, its first character is replaced by a stand-in that occurs nowhere else, so that the template sees texts of
+    the same length and shape; the rendered text is cut at the control tokens that are left, which are the template's
+    own, and each piece gets its characters back before it is encoded. That is how the tokenizer treats any text, so
     conversations without such names get the ids of their rendered text. Raises as `ChatTemplate.render`.
     """
     checked = check_messages(messages)
     shield = _Shield(tokenizer.control_tokens)
-    safe_messages = [{k: v if k == "role" else shield.cover(v) for k, v in message.items()} for message in checked]
-    safe_tools = None if tools is None else [shield.cover(tool) for tool in tools]
+
+    def covered() -> str:
+        safe = [{k: v if k == "role" else shield.cover(v) for k, v in message.items()} for message in checked]
+        switches = {k: shield.cover(v) for k, v in kwargs.items()}
+        return template._render(safe, shield.cover(tools), add_generation_prompt, switches)
+
+    rendered = covered()
     if not shield.used:
-        return tokenizer.encode(template._render(checked, tools, add_generation_prompt, kwargs), special=True)
+        return tokenizer.encode(rendered, special=True)
     shield.choose([checked, tools, template._sources, kwargs])
-    safe_messages = [{k: v if k == "role" else shield.cover(v) for k, v in message.items()} for message in checked]
-    safe_tools = None if tools is None else [shield.cover(tool) for tool in tools]
-    rendered = template._render(safe_messages, safe_tools, add_generation_prompt, kwargs)
     ids: list[int] = []
-    for part in tokenizer.encode_parts(rendered):
+    for part in tokenizer.encode_parts(covered()):
         ids += [part] if isinstance(part, int) else tokenizer.encode(shield.uncover(part), add_bos=False)
     return ids
 
@@ -178,7 +183,10 @@ class _Shield:
     """Replaces, in texts from outside, the first character of whatever is or could become a control token."""
 
     def __init__(self, controls: Sequence[str]) -> None:
-        self._controls = [control for control in controls if control]
+        self._controls = controls
+        self._beginnings = {control[:n] for control in controls for n in range(1, len(control))}
+        self._endings = {control[n:] for control in controls for n in range(1, len(control))}
+        self._longest = max(map(len, controls), default=0)
         self._standins: dict[str, str] = {}  # character -> stand-in; itself until `choose` was called
         self.used = False
 
@@ -220,18 +228,19 @@ class _Shield:
     def _spots(self, text: str) -> set[int]:
         """Where a control token begins, or part of one that the template's text beside it could complete."""
         spots = set()
-        body = text.strip()
-        first = len(text) - len(text.lstrip())
         for control in self._controls:
             at = text.find(control)
             while at >= 0:
                 spots.add(at)
                 at = text.find(control, at + 1)
-            for n in range(1, min(len(control), len(body) + 1)):
-                if body.endswith(control[:n]):
-                    spots.add(first + len(body) - n)
-                if body.startswith(control[-n:]) and not control[-n:].isalnum():
-                    spots.add(first)
+        body = text.strip()  # templates strip contents
+        first = len(text) - len(text.lstrip())
+        for n in range(1, min(self._longest, len(body) + 1)):
+            if body[-n:] in self._beginnings:
+                spots.add(first + len(body) - n)
+            # An ending that is a plain word would hit too much, and no template puts the rest right before a text.
+            if body[:n] in self._endings and not body[:n].isalnum():
+                spots.add(first)
         return spots
 
 
