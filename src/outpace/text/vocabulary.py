@@ -1,0 +1,143 @@
+"""Byte-level BPE as GGUF files describe it, turned into a `tokenizers.Tokenizer`.
+
+Neighbours: tokenizer.py wraps what is built here. Knows nothing of models or files: it takes a metadata mapping.
+Sources: the GGUF specification (keys `tokenizer.ggml.*`), GPT-2's byte-to-character map (Radford et al. 2019), and for
+the pre-tokenizers the split patterns in the tokenizer.json of each model family, which llama.cpp names by
+`tokenizer.ggml.pre`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from outpace.types import ModelError
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # values of tokenizer.ggml.token_type
+MAX_TOKENS = 1 << 21  # ten times the largest vocabulary in use
+MAX_TOKEN_CHARS = 1 << 16
+
+CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+QWEN2 = rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{SPACES}"
+QWEN35 = (
+    rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{SPACES}"
+)
+LLAMA3 = rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{SPACES}"
+PRE_TOKENIZERS = ("smollm", "qwen2", "qwen35", "llama-bpe", "llama3", "gpt-2", "default")
+
+
+def byte_characters() -> dict[str, int]:
+    """GPT-2's map, character -> byte: printable Latin-1 stands for itself, the other 68 bytes for U+0100 onwards."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
+
+
+def build_bpe(metadata: Mapping[str, Any]) -> tuple[Tokenizer, list[int]]:
+    """The tokenizer that GGUF metadata describes, and the type of each of its tokens.
+
+    Raises ModelError naming the key for a kind that is not supported or a value that cannot be right.
+    """
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind != "gpt2":
+        raise ModelError(f"tokenizer.ggml.model is {kind!r}; only byte-level BPE ('gpt2') is supported")
+    tokens = _strings(metadata, "tokenizer.ggml.tokens", MAX_TOKENS)
+    merges = _strings(metadata, "tokenizer.ggml.merges", 4 * MAX_TOKENS)
+    types = _types(metadata, len(tokens))
+    ids = {token: i for i, token in enumerate(tokens)}
+    if len(ids) != len(tokens):
+        twice = next(i for i, token in enumerate(tokens) if ids[token] != i)
+        raise ModelError(f"tokenizer.ggml.tokens: {tokens[twice]!r} is both token {twice} and {ids[tokens[twice]]}")
+    if "" in ids:
+        raise ModelError(f"tokenizer.ggml.tokens: token {ids['']} is empty")
+
+    pre = metadata.get("tokenizer.ggml.pre")
+    normalizer, splitter = _pre_tokenizer(pre)
+    bpe = models.BPE(
+        vocab=ids,
+        merges=[_merge(ids, i, merge) for i, merge in enumerate(merges)],
+        ignore_merges=pre in ("llama-bpe", "llama3"),
+    )
+    tokenizer = Tokenizer(bpe)
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    tokenizer.pre_tokenizer = splitter
+    tokenizer.decoder = decoders.ByteLevel()
+    # One call a run keeps the ids' order; an added token that is already in the vocabulary keeps its id.
+    for special, wanted in ((True, (CONTROL, UNKNOWN)), (False, (USER_DEFINED,))):
+        tokenizer.add_tokens(
+            [AddedToken(tokens[i], special=special, normalized=False) for i, k in enumerate(types) if k in wanted]
+        )
+    return tokenizer, types
+
+
+def _pre_tokenizer(pre: object) -> tuple[Any, Any]:
+    """The (normalizer or None, pre-tokenizer) that `tokenizer.ggml.pre` names."""
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)  # GPT-2's own pattern
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+
+    def split(pattern: str) -> Any:
+        return pre_tokenizers.Split(Regex(pattern), "isolated")
+
+    match pre:
+        case "smollm":
+            return None, pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), words])
+        case "qwen2":
+            return normalizers.NFC(), pre_tokenizers.Sequence([split(QWEN2), to_bytes])
+        case "qwen35":
+            return normalizers.NFC(), pre_tokenizers.Sequence([split(QWEN35), to_bytes])
+        case "llama-bpe" | "llama3":
+            return None, pre_tokenizers.Sequence([split(LLAMA3), to_bytes])
+        case "gpt-2" | "default":
+            return None, words
+    raise ModelError(f"tokenizer.ggml.pre is {pre!r}; supported: {', '.join(PRE_TOKENIZERS)}")
+
+
+def _strings(metadata: Mapping[str, Any], key: str, most: int) -> list[str]:
+    values: Any = metadata.get(key)
+    values = values.tolist() if hasattr(values, "tolist") else values
+    if isinstance(values, (str, bytes)) or not isinstance(values, Sequence):
+        raise ModelError(f"{key} is missing or not a list of strings")
+    if len(values) > most:
+        raise ModelError(f"{key} has {len(values)} entries, more than {most}")
+    for i, value in enumerate(values):
+        if not isinstance(value, str) or len(value) > MAX_TOKEN_CHARS or not _is_unicode(value):
+            raise ModelError(f"{key}: entry {i} is not a string of at most {MAX_TOKEN_CHARS} characters")
+    return list(values)
+
+
+def _is_unicode(text: str) -> bool:
+    """False for text with lone surrogates, which no UTF-8 can hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _types(metadata: Mapping[str, Any], count: int) -> list[int]:
+    key = "tokenizer.ggml.token_type"
+    values: Any = metadata.get(key)
+    if values is None:
+        return [NORMAL] * count
+    values = values.tolist() if hasattr(values, "tolist") else values
+    if not isinstance(values, Sequence) or isinstance(values, (str, bytes)) or len(values) != count:
+        raise ModelError(f"{key} must hold one number for each of the {count} tokens")
+    for i, value in enumerate(values):
+        if not isinstance(value, int) or not NORMAL <= value <= BYTE:
+            raise ModelError(f"{key}: token {i} has type {value!r}, not one of 1 to 6")
+    return list(values)
+
+
+def _merge(ids: Mapping[str, int], index: int, merge: str) -> tuple[str, str]:
+    parts = merge.split(" ")
+    if len(parts) != 2 or not all(parts):
+        raise ModelError(f"tokenizer.ggml.merges: entry {index} is {merge!r}, not two tokens with a space between")
+    left, right = parts
+    for part in (left, right, left + right):
+        if part not in ids:
+            raise ModelError(f"tokenizer.ggml.merges: entry {index} needs the token {part!r}, which does not exist")
+    return left, right
