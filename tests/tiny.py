@@ -126,13 +126,18 @@ def random_model(variant: str = "qwen3", seed: int = 0, **changes: Any) -> tuple
 
 
 def _random(name: str, shape: tuple[int, ...], random: np.random.Generator) -> np.ndarray:
+    """Gains that let attention speak as loud as the MLP, and q/k norms so uneven that swapping them shows."""
     noise = random.standard_normal(shape)
+    if name.endswith(("q_norm.weight", "k_norm.weight")):
+        return (1 + noise).astype(np.float32)
     if name.endswith("norm.weight"):
         return (1 + 0.3 * noise).astype(np.float32)
     if name.endswith(".bias"):
         return (0.5 * noise).astype(np.float32)
-    gain = 1.0 if name.endswith("embed_tokens.weight") else 2.0 / np.sqrt(shape[-1])
-    return (gain * noise).astype(np.float32)
+    if name.endswith("embed_tokens.weight"):
+        return noise.astype(np.float32)
+    gain = 5.0 if name.endswith("o_proj.weight") else 2.0
+    return (gain / np.sqrt(shape[-1]) * noise).astype(np.float32)
 
 
 # ---------------------------------------------------------------------------------------------------------- backends

@@ -1,9 +1,12 @@
-"""outpace: the same words, faster. Lossless speculative decoding for Qwen3-family models on your own machine."""
+"""outpace: the same words, faster. Lossless speculative decoding for Qwen3-family models on your own machine.
 
-from __future__ import annotations
+The public names are imported on first use, so that `outpace --help` does not wait for NumPy and the native core.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from .api import Delta, LanguageModel, Result, load
@@ -32,7 +35,33 @@ if TYPE_CHECKING:
     )
     from .weights.weight_map import WeightMap
 
-__version__ = "0.1.0"
+_HOME = {
+    "Delta": "api",
+    "LanguageModel": "api",
+    "Result": "api",
+    "load": "api",
+    "ModelConfig": "config",
+    "Qwen3Config": "config",
+    "DraftProposal": "speculator",
+    "Qwen3Generator": "speculator",
+    "Qwen3Speculator": "speculator",
+    "SpecDecoder": "speculator",
+    "Speculator": "speculator",
+    "VerifyResult": "speculator",
+    "CapacityError": "types",
+    "ContextError": "types",
+    "Device": "types",
+    "HubError": "types",
+    "ModelError": "types",
+    "NumericalError": "types",
+    "OutpaceError": "types",
+    "RewindError": "types",
+    "SampleOpts": "types",
+    "Stats": "types",
+    "TokenLogprobs": "types",
+    "UsageError": "types",
+    "WeightMap": "weights.weight_map",
+}
 
 __all__ = [
     "CapacityError",
@@ -62,26 +91,12 @@ __all__ = [
     "load",
 ]
 
-# Names are looked up when first used, so that `outpace --help` and a type import do not load the whole engine.
-_HOMES = {
-    "api": ("Delta", "LanguageModel", "Result", "load"),
-    "config": ("ModelConfig", "Qwen3Config"),
-    "speculator": (
-        "DraftProposal",
-        "Qwen3Generator",
-        "Qwen3Speculator",
-        "SpecDecoder",
-        "Speculator",
-        "VerifyResult",
-    ),
-    "weights.weight_map": ("WeightMap",),
-}
-_HOME = {name: home for home, names in _HOMES.items() for name in names}
-
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _HOME:
         raise AttributeError(f"module 'outpace' has no attribute {name!r}")
-    value = getattr(import_module(f".{_HOME.get(name, 'types')}", __name__), name)
-    globals()[name] = value
-    return value
+    return getattr(import_module(f".{_HOME[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

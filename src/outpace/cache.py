@@ -11,6 +11,7 @@ committed end and the state after each pending row, `commit` settles on one of t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -61,8 +62,11 @@ class KVCache:
 
     def commit(self, rows: Sequence[int]) -> None:
         """Keeps these pending rows, ascending, and drops the others. Raises UsageError for rows that are not there."""
-        if any(not 0 <= row < self.pending for row in rows) or any(a >= b for a, b in zip(rows, rows[1:], strict=False)):
-            raise UsageError(f"cannot commit rows {list(rows)[:8]}: not an ascending choice of {self.pending} pending rows")
+        inside = all(0 <= row < self.pending for row in rows)
+        if not inside or any(a >= b for a, b in pairwise(rows)):
+            raise UsageError(
+                f"cannot commit rows {list(rows)[:8]} of {self.pending} pending ones: name some, ascending"
+            )
         kept = np.asarray(rows, dtype=np.int64) + self.length
         self._keys[:, self.length : self.length + len(kept)] = self._keys[:, kept]
         self._values[:, self.length : self.length + len(kept)] = self._values[:, kept]
@@ -70,7 +74,7 @@ class KVCache:
         self.pending = 0
 
     def truncate(self, length: int) -> None:
-        """Drops committed rows from `length` on, and the pending ones. Raises RewindError for a length beyond the end."""
+        """Drops committed rows from `length` on, and the pending ones. Raises RewindError beyond the end."""
         if not 0 <= length <= self.length:
             raise RewindError(f"cannot truncate a slot of {self.length} rows to {length}")
         self.length, self.pending = length, 0

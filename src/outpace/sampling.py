@@ -39,6 +39,7 @@ _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _M1 = 0xBF58476D1CE4E5B9
 _M2 = 0x94D049BB133111EB
+_START = 0x243F6A8885A308D3  # the first 64 bits of pi's fraction
 
 
 class Stream(enum.IntEnum):
@@ -70,9 +71,11 @@ class Noise:
 
     def key(self, stream: Stream, *place: int) -> int:
         """The 64-bit key of a place, e.g. (position) or (round's first position, position)."""
-        h = _mix((self.seed + _GOLDEN) & _MASK) ^ (self.seed >> 64)
-        for value in (self.choice, int(stream), *place):
-            h = _mix((h ^ _mix((value + _GOLDEN) & _MASK)) + _GOLDEN & _MASK)
+        h = _START
+        for value in (self.seed & _MASK, self.seed >> 64, self.choice, int(stream), *place):
+            # The rotation keeps equal neighbours (seed = choice, say) from cancelling each other.
+            rotated = (h << 23 | h >> 41) & _MASK
+            h = _mix((rotated ^ _mix((value + _GOLDEN) & _MASK)) + _GOLDEN & _MASK)
         return h
 
     def uniform(self, stream: Stream, *place: int) -> float:

@@ -5,7 +5,8 @@ position) runs through all layers before the next one starts, so a row's bits ca
 the cache at the places they are told: the committed rows and their own ancestors.
 
 Sources: the Qwen3 report (arXiv 2505.09388) and its predecessors Qwen2 and Llama; RMSNorm (arXiv 1910.07467), rotary
-embeddings (rotary.py), grouped queries (arXiv 2305.13245), SwiGLU (arXiv 2002.05202), routed experts (arXiv 2101.03961).
+embeddings (rotary.py), grouped queries (arXiv 2305.13245), SwiGLU (arXiv 2002.05202), routed
+experts (arXiv 2101.03961).
 Shapes in comments: H hidden size, A attention heads, K key-value heads, D head_dim, n rows that are seen.
 """
 
@@ -71,8 +72,8 @@ class Decoder:
         window = config.window(layer)
         keys, values = cache.read(layer, sees if window is None else sees[-window:])  # [K, n, D]
         # Query head a reads key-value head a // (A / K).
-        q = _rotate(q, cos, sin).reshape(config.num_key_value_heads, -1, config.head_dim)  # [K, A / K, D]
-        scores = np.matmul(q, keys.transpose(0, 2, 1)) * np.float32(config.head_dim**-0.5)  # [K, A / K, n]
+        queries = _rotate(q, cos, sin).reshape(config.num_key_value_heads, -1, config.head_dim)  # [K, A / K, D]
+        scores = np.matmul(queries, keys.transpose(0, 2, 1)) * np.float32(config.head_dim**-0.5)  # [K, A / K, n]
         mixed = np.matmul(_softmax(scores), values)
         return self._linear(prefix + "o_proj", mixed.reshape(-1))
 
@@ -105,7 +106,8 @@ class Decoder:
     def _norm(self, x: F32, name: str) -> F32:
         """RMSNorm over the last axis."""
         mean_square = np.mean(x * x, axis=-1, keepdims=True)
-        return x / np.sqrt(mean_square + np.float32(self.config.rms_norm_eps)) * self.vectors[name]
+        normed: F32 = x / np.sqrt(mean_square + np.float32(self.config.rms_norm_eps)) * self.vectors[name]
+        return normed
 
 
 def _rotate(x: F32, cos: F32, sin: F32) -> F32:

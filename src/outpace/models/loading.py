@@ -168,9 +168,8 @@ _ROPE_FACTORS = "rope_freqs.weight"
 
 def _load_gguf(path: Path) -> LoadedModel:
     file = GGUFFile.open(path)
-    shards = file.metadata.get("split.count", 0)
-    if shards not in (0, 1):
-        raise ModelError(f"{path}: is one of {shards} parts of a split model; merge them into one file first")
+    if str(file.metadata.get("split.count", 1)) != "1":
+        raise ModelError(f"{path}: is one part of a split model; merge the parts into one file first")
     tensors = dict(file.tensors)
     try:
         config = ModelConfig.from_gguf(file.metadata, {name: tensor.shape for name, tensor in tensors.items()})

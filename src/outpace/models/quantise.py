@@ -52,7 +52,8 @@ class FloatMatrix:
 
     def row(self, index: int) -> F32:
         """One row as float32 [in]: an embedding."""
-        return self.weight[index]
+        row: F32 = self.weight[index]
+        return row
 
 
 class GroupMatrix:

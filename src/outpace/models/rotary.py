@@ -18,8 +18,9 @@ from ..types import F32, I64
 def rotary_frequencies(config: ModelConfig) -> tuple[F32, float]:
     """Radians per position of each pair, float32 [head_dim / 2], and the factor that multiplies cos and sin."""
     dim, scaling = config.head_dim, config.rope_scaling
-    wavelength = np.float32(config.rope_theta) ** (np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim))
-    frequencies: F32 = np.float32(1.0) / wavelength
+    exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
+    base = np.full(dim // 2, config.rope_theta, dtype=np.float32)
+    frequencies: F32 = np.float32(1.0) / base**exponents
     if scaling is None:
         return frequencies, 1.0
     if scaling.kind == "linear":
@@ -69,7 +70,8 @@ def _yarn(frequencies: F32, theta: float, scaling: RopeScaling) -> F32:
         high += 0.001  # a step instead of a division by zero
     ramp = np.clip((np.arange(half, dtype=np.float32) - np.float32(low)) / np.float32(high - low), 0, 1)
     keep = 1 - ramp
-    return (frequencies / np.float32(scaling.factor) * (1 - keep) + frequencies * keep).astype(np.float32)
+    blended: F32 = (frequencies / np.float32(scaling.factor) * (1 - keep) + frequencies * keep).astype(np.float32)
+    return blended
 
 
 def _yarn_attention_factor(scaling: RopeScaling) -> float:

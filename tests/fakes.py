@@ -1,0 +1,225 @@
+"""Stand-ins with exactly known behaviour: a target whose logits are a table, drafters that are right, wrong or random."""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from outpace.backends.base import Capacity, Pass, Rows
+from outpace.config import ModelConfig
+from outpace.drafters.base import State
+from outpace.types import CapacityError, Distribution, Draft, UsageError
+
+
+def table_config(vocab_size: int, positions: int = 64) -> ModelConfig:
+    return ModelConfig(
+        vocab_size=vocab_size,
+        hidden_size=4,
+        intermediate_size=4,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=4,
+        max_position_embeddings=positions,
+    )
+
+
+def table_logits(prefix: Sequence[int], vocab_size: int, salt: int = 0, scale: float = 1.5) -> np.ndarray:
+    """Logits after a prefix: independent normal numbers that depend on the whole prefix."""
+    seed = zlib.crc32(np.array([salt, *prefix], dtype=np.int64).tobytes())
+    return (scale * np.random.default_rng(seed).standard_normal(vocab_size)).astype(np.float32)
+
+
+class TableBackend:
+    """Keeps the backend contract; a row's logits are a function of the tokens it can see. Counts passes and rows."""
+
+    def __init__(
+        self,
+        vocab_size: int = 5,
+        *,
+        salt: int = 0,
+        scale: float = 1.5,
+        slots: int = 8,
+        positions: int = 64,
+        rows: int = 64,
+        logits: Callable[[Sequence[int]], np.ndarray] | None = None,
+    ) -> None:
+        self.config = table_config(vocab_size, positions)
+        self.capacity = Capacity(slots, positions, rows)
+        self._logits = logits or (lambda prefix: table_logits(prefix, vocab_size, salt, scale))
+        self._held: dict[int, list[int]] = {}
+        self._paths: dict[int, list[list[int]]] = {}
+        self._parents: dict[int, list[int]] = {}
+        self._ids = itertools.count()
+        self.passes = 0
+        self.rows: list[int] = []
+
+    def new_slot(self) -> int:
+        if len(self._held) >= self.capacity.slots:
+            raise CapacityError("all slots are taken")
+        slot = next(self._ids)
+        self._held[slot] = []
+        return slot
+
+    def free_slot(self, slot: int) -> None:
+        del self._held[slot]
+
+    def fork_slot(self, slot: int) -> int:
+        new = self.new_slot()
+        self._held[new] = list(self._held[slot])
+        return new
+
+    def length(self, slot: int) -> int:
+        return len(self._held[slot])
+
+    def forward(self, batch: Sequence[Rows], taps: Sequence[int] = ()) -> Pass:
+        total = sum(len(share.tokens) for share in batch)
+        if total > self.capacity.rows:
+            raise CapacityError(f"{total} rows")
+        self.passes += 1
+        self.rows.append(total)
+        logits, hidden = [], []
+        for share in batch:
+            held = self._held[share.slot]
+            parents = list(share.parents) if share.parents is not None else list(range(-1, len(share.tokens) - 1))
+            paths: list[list[int]] = []
+            for token, parent in zip(share.tokens, parents, strict=True):
+                if not 0 <= token < self.config.vocab_size:
+                    raise UsageError(f"token {token}")
+                paths.append([*(paths[parent] if parent >= 0 else []), token])
+            if max(map(len, paths)) + len(held) > self.capacity.positions:
+                raise CapacityError("positions")
+            wanted = range(len(paths)) if share.logits is None else share.logits
+            logits += [self._logits([*held, *paths[row]]) for row in wanted]
+            hidden += [np.full(4, len(held) + len(path), dtype=np.float32) for path in paths]
+            self._paths[share.slot], self._parents[share.slot] = paths, parents
+        rows = np.stack(logits) if logits else np.zeros((0, self.config.vocab_size), dtype=np.float32)
+        return Pass(rows, {tap: np.stack(hidden) for tap in taps})
+
+    def commit(self, slot: int, rows: Sequence[int]) -> None:
+        last = -1
+        for row in rows:
+            if self._parents[slot][row] != last:
+                raise UsageError(f"rows {list(rows)} are not a path")
+            last = row
+        if last >= 0:
+            self._held[slot] += self._paths[slot][last]
+        self._paths[slot] = []
+
+    def truncate(self, slot: int, length: int) -> None:
+        del self._held[slot][length:]
+
+
+class FunctionDrafter:
+    """Drafts what a function of (tokens, n) says."""
+
+    def __init__(self, draft: Callable[[State, int], Draft], name: str = "function") -> None:
+        self.name = name
+        self._draft = draft
+        self.forgotten = 0
+
+    def propose(self, wanted: Sequence[tuple[State, int]]) -> list[Draft]:
+        return [self._draft(state, n) for state, n in wanted]
+
+    def forget(self, state: State) -> None:
+        self.forgotten += 1
+
+    def close(self) -> None:
+        pass
+
+
+def oracle_drafter(answers: dict[tuple[int, ...], list[int]]) -> FunctionDrafter:
+    """Always right: knows each prompt's answer."""
+
+    def draft(state: State, n: int) -> Draft:
+        start = state.sampler.start
+        answer = answers[tuple(state.tokens[:start])]
+        return Draft(tuple(answer[len(state.tokens) - start :][:n]), source="perfect")
+
+    return FunctionDrafter(draft, "perfect")
+
+
+def wrong_drafter(answers: dict[tuple[int, ...], list[int]], vocab_size: int) -> FunctionDrafter:
+    """Never right."""
+
+    def draft(state: State, n: int) -> Draft:
+        start = state.sampler.start
+        answer = answers[tuple(state.tokens[:start])]
+        right = answer[len(state.tokens) - start :][:n]
+        return Draft(tuple((token + 1) % vocab_size for token in right), source="wrong")
+
+    return FunctionDrafter(draft, "wrong")
+
+
+def random_drafter(vocab_size: int, seed: int = 0) -> FunctionDrafter:
+    random = np.random.default_rng(seed)
+    return FunctionDrafter(lambda state, n: Draft(tuple(random.integers(0, vocab_size, n).tolist())), "random")
+
+
+# ---------------------------------------------------------------------------------------- enumeration of random choices
+
+
+class Branches:
+    """Runs a program once for every outcome of its random choices and adds up the outcomes' exact probabilities.
+
+    The program asks `choose(probabilities)` for an index, or compares a `Uniform` with numbers; each run follows one
+    path through the tree of choices.
+    """
+
+    def __init__(self) -> None:
+        self._path: list[int] = []
+        self._widths: list[list[float]] = []
+        self._depth = 0
+
+    def choose(self, probabilities: Sequence[float]) -> int:
+        probabilities = [float(p) for p in probabilities]
+        if self._depth == len(self._path):
+            self._path.append(0)
+            self._widths.append(probabilities)
+        index = self._path[self._depth]
+        self._depth += 1
+        return index
+
+    def uniform(self) -> Uniform:
+        return Uniform(self)
+
+    def draw(self, row: Distribution) -> int:
+        return int(row.tokens[self.choose(row.probs)])
+
+    def run(self, program: Callable[[], object]) -> Iterator[tuple[object, float]]:
+        """(result, probability) of every path with a probability above 0."""
+        self._path, self._widths = [], []
+        while True:
+            self._depth = 0
+            result = program()
+            probability = float(np.prod([w[i] for w, i in zip(self._widths, self._path, strict=True)]))
+            if probability > 0.0:
+                yield result, probability
+            while self._path and self._path[-1] + 1 == len(self._widths[-1]):
+                self._path.pop()
+                self._widths.pop()
+            if not self._path:
+                return
+            self._path[-1] += 1
+
+
+class Uniform:
+    """A number drawn evenly from (0, 1), known only by its comparisons: u < x and u * q < p branch."""
+
+    def __init__(self, branches: Branches, factor: float = 1.0) -> None:
+        self._branches, self._factor = branches, factor
+
+    def __mul__(self, factor: float) -> Uniform:
+        return Uniform(self._branches, self._factor * float(factor))
+
+    __rmul__ = __mul__
+
+    def __lt__(self, bound: float) -> bool:
+        chance = 1.0 if self._factor == 0.0 and bound > 0.0 else min(1.0, max(0.0, float(bound)) / self._factor)
+        return self._branches.choose([chance, 1.0 - chance]) == 0
+
+    def __le__(self, bound: float) -> bool:
+        return self < bound
