@@ -7,7 +7,6 @@ neighbour that replaces the target only when it is complete.
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,8 +33,8 @@ def map_file(path: Path) -> NDArray[np.uint8]:
     """The file's bytes as a read-only uint8 view. Raises ModelError when it cannot be read or is empty."""
     refuse_pickle(path)
     try:
-        if not path.is_file():
-            raise ModelError(f"{path}: {'not a regular file' if path.exists() else 'no such file'}")
+        if not os.path.isfile(path):
+            raise ModelError(f"{path}: {'not a regular file' if os.path.exists(path) else 'no such file'}")
         if path.stat().st_size == 0:
             raise ModelError(f"{path}: the file is empty")
         return np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
@@ -49,18 +48,15 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
     Raises ModelError when the disk refuses (no space, no permission, no such folder).
     """
-    temporary = ""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
-        with os.fdopen(handle, "wb") as file:
+        with open(temporary, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
         os.replace(temporary, path)
-        temporary = ""
     except OSError as error:
         raise ModelError(f"{path}: cannot be written: {error.strerror or error}") from error
     finally:
-        if temporary and os.path.exists(temporary):
+        if os.path.exists(temporary):
             os.unlink(temporary)

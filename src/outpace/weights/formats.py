@@ -240,12 +240,14 @@ def quantise_q8(weights: F32) -> Groups:
     the nearest integer, halves to even, clipped to -127..127. A group whose scale rounds to zero becomes zeros.
     Raises ModelError when `in` is not a multiple of 32, or a weight is not finite or too large for a float16 scale.
     """
-    if weights.ndim != 2 or weights.shape[1] % GROUP:
-        raise ModelError(f"cannot quantise shape {weights.shape}: it must be [out, in] with in a multiple of {GROUP}")
+    if weights.ndim != 2 or weights.shape[1] % GROUP or not weights.shape[1]:
+        raise ModelError(
+            f"cannot quantise shape {list(weights.shape)}: it must be [out, in] with in a multiple of {GROUP}"
+        )
     out, width = weights.shape
     q = np.empty((out, width), dtype=np.int8)
     scale = np.empty((out, width // GROUP), dtype=np.float32)
-    step = max(1, CHUNK // max(1, width))
+    step = max(1, CHUNK // width)
     with np.errstate(all="ignore"):
         for at in range(0, out, step):
             groups = weights[at : at + step].astype(np.float32, copy=False).reshape(-1, width // GROUP, GROUP)

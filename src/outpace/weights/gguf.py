@@ -226,6 +226,10 @@ def _read(path: Path, data: NDArray[np.uint8]) -> GGUFFile:
             raise ModelError(f"{cursor.field} appears twice")
         metadata[key] = cursor.value(cursor.unsigned(4))
 
+    parts = metadata.get("split.count", 1)
+    if type(parts) is not int or parts > 1:
+        raise ModelError(f"one of {parts!r:.20} parts of a split model, which is not supported; merge the parts first")
+
     infos: dict[str, tuple[tuple[int, ...], str, int]] = {}
     for index in range(tensor_count):
         cursor.field = f"name of tensor {index}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..types import ModelError, UsageError
-from .files import PICKLES, map_file, refuse_pickle, replacing
+from .files import map_file, refuse_pickle, replacing
 from .tensor import Tensor, byte_size
 
 MAX_HEADER = 100_000_000  # bytes; the format's own limit
@@ -36,7 +37,7 @@ def read_safetensors(path: str | Path) -> dict[str, Tensor]:
     Raises ModelError naming file and tensor when anything is missing, damaged or not supported.
     """
     path = Path(path)
-    if path.is_dir():
+    if os.path.isdir(path):
         return _join_scales(path, _read_folder(path))
     refuse_pickle(path)
     return _join_scales(path, _read_file(path))
@@ -126,13 +127,12 @@ def parse_object(raw: bytes, what: str) -> dict[str, Any]:
 
 
 def _read_folder(folder: Path) -> dict[str, Tensor]:
-    if (folder / SINGLE).is_file():
+    if os.path.isfile(folder / SINGLE):
         return _read_file(folder / SINGLE)
-    if (folder / INDEX).is_file():
+    if os.path.isfile(folder / INDEX):
         return _read_shards(folder, folder / INDEX)
-    for file in sorted(folder.iterdir()):
-        if file.suffix in PICKLES:
-            refuse_pickle(file)
+    for file in sorted(folder.glob("*model*")):
+        refuse_pickle(file)
     raise ModelError(f"{folder}: holds neither {SINGLE} nor {INDEX}")
 
 
@@ -156,8 +156,8 @@ def _read_shards(folder: Path, index: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     found_in: dict[str, str] = {}
     for shard in sorted(set(shard_of.values())):
-        if not (folder / shard).is_file():
-            raise ModelError(f"{index}: shard {shard} is missing from the folder; fetch the model again")
+        if not os.path.isfile(folder / shard):
+            raise ModelError(f"{index}: shard {shard!r:.80} is missing from the folder; fetch the model again")
         for name, tensor in _read_file(folder / shard).items():
             if name in tensors:
                 raise ModelError(f"{folder}: tensor {name!r:.120} is in both {found_in[name]} and {shard}")

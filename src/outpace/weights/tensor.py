@@ -68,8 +68,11 @@ class Tensor:
         if self.data.dtype != np.uint8 or self.data.shape != (size,):
             raise ModelError(f"{self.kind} of shape {list(self.shape)} needs {size} bytes, got {self.data.nbytes}")
         scale = self.block_scale
-        if scale is not None and not _single(scale):
-            _spans(self.shape, scale.shape)
+        if scale is not None:
+            if KINDS[scale.kind].decode is None:
+                raise ModelError(f"block scales of kind {scale.kind} are not numbers to multiply with")
+            if not _single(scale):
+                _spans(self.shape, scale.shape)
 
     @classmethod
     def from_array(cls, array: NDArray[Any]) -> Tensor:
@@ -104,11 +107,12 @@ class Tensor:
 
     def ints(self) -> I64:
         """The values of an integer or BOOL tensor as int64 of `shape`. Raises ModelError for other kinds."""
-        if self._form.integer is None:
+        dtype = self._form.integer
+        if dtype is None:
             raise ModelError(f"a tensor of kind {self.kind} was used as integers")
-        if self.kind == "BOOL":  # any byte but zero is true; numpy's bool demands 0 or 1
-            return (self.data != 0).astype(np.int64).reshape(self.shape)
-        values: I64 = self.data.view(self._form.integer).astype(np.int64)
+        values: I64 = self.data.view(np.uint8 if self.kind == "BOOL" else dtype).astype(np.int64)
+        if self.kind == "BOOL":
+            values = np.minimum(values, 1)  # any byte but zero is true
         return values.reshape(self.shape)
 
     def groups(self) -> Groups | None:
@@ -182,15 +186,17 @@ def _grid(scale: Tensor) -> F32:
 
 def _spans(shape: tuple[int, ...], scale_shape: tuple[int, ...]) -> tuple[int, int]:
     """Rows and columns of the weights that one scale covers. Raises ModelError where the scales do not fit."""
+    forms: dict[tuple[int, ...], tuple[int, int]] = {}
+    if len(shape) in (2, 3):
+        out, width = shape[-2:]
+        row_blocks, column_blocks = -(-out // SCALE_BLOCK), -(-width // SCALE_BLOCK)
+        forms[row_blocks, column_blocks] = SCALE_BLOCK, SCALE_BLOCK
+        forms[out, column_blocks] = 1, SCALE_BLOCK
+        forms[out, 1] = 1, width
     grid = (*scale_shape, 1) if len(scale_shape) == 1 else scale_shape
-    spans = []
-    if len(shape) in (2, 3) and len(grid) == len(shape) and grid[:-2] == shape[:-2]:
-        for count, scales in zip(shape[-2:], grid[-2:], strict=True):
-            covers = {1: count, -(-count // SCALE_BLOCK): SCALE_BLOCK, count: 1}
-            spans += [covers[scales]] if scales in covers else []
-    if len(spans) != 2:
+    if grid[:-2] != shape[:-2] or grid[-2:] not in forms:
         raise ModelError(f"block scales of shape {list(scale_shape)} do not fit weights of shape {list(shape)}")
-    return spans[0], spans[1]
+    return forms[grid[-2:]]
 
 
 def _multiply(values: F32, scale: Tensor) -> None:
