@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from .options import Model, Quiet, Sampling, System, Think, template_variables
 from .terminal import note, short_statistics, show
 
 if TYPE_CHECKING:
-    from ..api import LanguageModel
+    from ..api import LanguageModel, Result
     from ..types import SampleOpts
 
 HELP = """\
@@ -104,6 +105,7 @@ class Session:
         """Sends a message and shows the answer; what was shown stays in the conversation, even when interrupted."""
         self.messages.append({"role": "user", "content": text})
         shown: list[str] = []
+        result: Result | None = None
         try:
             stream = self.model.chat_stream(
                 self.messages, self.opts, speculate=self.speculate, template=template_variables(self.think)
@@ -145,7 +147,7 @@ class Session:
         rest = rest.strip()
         if name in ("exit", "quit"):
             return False
-        commands = {
+        commands: dict[str, Callable[[], None]] = {
             "help": lambda: show(HELP + "\n"),
             "reset": self.reset,
             "system": lambda: self.set_system(rest),

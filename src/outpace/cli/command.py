@@ -21,7 +21,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     So that commands share groups of options (options.py). Every command gets --debug.
     """
     hints = get_type_hints(function, include_extras=True)
-    groups = {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
     parameters: list[inspect.Parameter] = []
 
     def add(name: str, default: Any, annotation: Any) -> None:
@@ -41,7 +41,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
         for name, group in groups.items():
             values[name] = group(**{field.name: values.pop(field.name) for field in dataclasses.fields(group)})
         try:
-            warnings.showwarning = _show_warning
+            warnings.showwarning = _show_warning  # type: ignore[assignment]
             function(**values)
         except Exception as error:
             if debug:

@@ -63,9 +63,10 @@ def generate(
             room = loaded.target.capacity.positions - len(ids)
             opts = replace(opts, max_tokens=max(1, min(DEFAULT_MAX_TOKENS, room)))
         if as_json:
-            result = loaded.generate(ids, opts, speculate=not model.no_speculation)
-            print(json.dumps(as_object(loaded, result), ensure_ascii=sys.stdout.encoding.lower() != "utf-8"))
+            answer = loaded.generate(ids, opts, speculate=not model.no_speculation)
+            print(json.dumps(as_object(loaded, answer), ensure_ascii=sys.stdout.encoding.lower() != "utf-8"))
             return
+        result: Result | None = None
         with contextlib.closing(loaded.stream(ids, opts, speculate=not model.no_speculation)) as deltas:
             for delta in deltas:
                 show(delta.text)
