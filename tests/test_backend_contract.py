@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import pytest
-import tiny
 
+import tiny
 from outpace.backends.base import Backend, Rows
 from outpace.types import CapacityError, OutpaceError, RewindError, UsageError
 
@@ -135,7 +136,7 @@ def test_taps(backend: Backend) -> None:
     last, final = out.taps[config.num_hidden_layers - 1], out.taps[config.num_hidden_layers]
     normed = last / np.sqrt((last**2).mean(axis=1, keepdims=True) + 1e-6) * arrays["model.norm.weight"]
     np.testing.assert_allclose(final, normed, atol=1e-4)
-    for lower, upper in zip(every, every[1:], strict=False):
+    for lower, upper in pairwise(every):
         assert np.abs(out.taps[lower] - out.taps[upper]).max() > 0.1
 
 
@@ -261,6 +262,7 @@ BAD_PASSES: dict[str, tuple[type[OutpaceError], list[Rows], list[int]]] = {
     "no slots": (UsageError, [], []),
     "no rows": (UsageError, [Rows(0, [1]), Rows(1, [])], []),
     "token too large": (UsageError, [Rows(0, [1]), Rows(1, [1, 67])], []),
+    "no token": (UsageError, [Rows(0, [1]), Rows(1, [1.5])], []),  # type: ignore[list-item]
     "negative token": (UsageError, [Rows(0, [1]), Rows(1, [-1])], []),
     "parent is later": (UsageError, [Rows(0, [1]), Rows(1, [1, 2], [1, -1])], []),
     "parent is itself": (UsageError, [Rows(0, [1]), Rows(1, [1, 2], [-1, 1])], []),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from outpace.types import ModelError
-from outpace.weights.formats import KINDS, quantise_q8
+from outpace.weights.formats import KINDS, pack_q8, quantise_q8
 from outpace.weights.tensor import Tensor
 
 BLOCK_KINDS = ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"]
@@ -131,6 +131,14 @@ def test_quantising_loses_at_most_half_a_step_and_nothing_the_second_time(w):
     again = quantise_q8(groups.f32())
     assert np.array_equal(again.q, groups.q)
     assert np.array_equal(again.scale, groups.scale)
+
+
+def test_packed_q8_blocks_hold_the_same_values():
+    groups = quantise_q8(np.random.default_rng(0).normal(size=(5, 96)).astype(np.float32))
+    packed = pack_q8(groups)
+    assert np.array_equal(Tensor((5, 96), "Q8_0", packed).groups().q, groups.q)
+    want = gguf.quants.dequantize(packed.reshape(5, -1), gguf.GGMLQuantizationType.Q8_0)
+    assert same_bits(groups.f32(), want)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 1e7])

@@ -204,6 +204,10 @@ DAMAGE = {
         {"entries": [entry("k", 9, struct.pack("<IQQ", 8, 2, 1) + b"a" + struct.pack("<Q", 2**63) + b"b" * 8)]},
         "string 1 of 2 runs past",
     ),
+    "no room for the last string": (
+        {"entries": [entry("k", 9, struct.pack("<IQ", 8, 2) + string("a" * 8))], "align": 1},
+        "string 1 of 2 runs past",
+    ),
     "text in array": ({"entries": [entry("k", 9, struct.pack("<IQ", 8, 1) + string(b"\xff"))]}, "not valid UTF-8"),
     "alignment 0": ({"entries": [entry("general.alignment", 4, bytes(4))]}, "general.alignment must be a power of two"),
     "alignment 24": ({"entries": [entry("general.alignment", 0, b"\x18")]}, "power of two, got 24"),

@@ -136,7 +136,7 @@ def _random(name: str, shape: tuple[int, ...], random: np.random.Generator) -> n
         return (0.5 * noise).astype(np.float32)
     if name.endswith("embed_tokens.weight"):
         return noise.astype(np.float32)
-    gain = 5.0 if name.endswith("o_proj.weight") else 2.0
+    gain = 3.5 if name.endswith("o_proj.weight") else 2.0
     return (gain / np.sqrt(shape[-1]) * noise).astype(np.float32)
 
 

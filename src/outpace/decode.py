@@ -142,7 +142,7 @@ class Decoder:
         """
         start = time.perf_counter()
         shares = self._read(requests)
-        drafted = self._propose([share for share in shares if share.decodes])
+        drafted = self._propose(shares)
         drafted_at = time.perf_counter()
         taps = tuple(sorted(set(itertools.chain.from_iterable(r.taps for r in requests))))
         batch = [share.rows() for share in shares]
@@ -182,8 +182,8 @@ class Decoder:
         return shares
 
     def _propose(self, shares: Sequence[_Share]) -> int:
-        """Fills in the shares' drafts; returns how many tokens were drafted."""
-        willing = [share for share in shares if share.request.speculate and self.drafter is not None]
+        """Fills in the drafts of the shares that decode; returns how many tokens were drafted."""
+        willing = [share for share in shares if share.decodes and share.request.speculate]
         if not willing or self.drafter is None:
             return 0
         room = self.target.capacity.rows - sum(len(share.reading) for share in shares)

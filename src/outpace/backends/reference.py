@@ -42,6 +42,8 @@ class ReferenceBackend:
     ) -> None:
         if precision not in ("f32", "int8"):
             raise UsageError(f"precision must be f32 or int8, got {precision!r}")
+        if positions is not None and positions < 1:
+            raise UsageError(f"positions must be at least 1, got {positions}")
         self.config = config
         self.capacity = Capacity(slots, positions or config.max_position_embeddings, rows)
         matrices, vectors = take_weights(config, weights, precision)
@@ -75,6 +77,7 @@ class ReferenceBackend:
     def truncate(self, slot: int, length: int) -> None:
         self._slot(slot).truncate(length)
 
+    @np.errstate(over="ignore", invalid="ignore")  # damaged weights give NaN logits, which sampling reports
     def forward(self, batch: Sequence[Rows], taps: Sequence[int] = ()) -> Pass:
         self._check(batch, taps)
         logits: list[F32] = []
@@ -122,8 +125,8 @@ class ReferenceBackend:
             if count == 0:
                 raise UsageError(f"slot {share.slot} has no rows in this pass")
             for token in share.tokens:
-                if not 0 <= token < self.config.vocab_size:
-                    raise UsageError(f"token id {token} is not in 0 .. {self.config.vocab_size - 1}")
+                if not isinstance(token, (int, np.integer)) or not 0 <= token < self.config.vocab_size:
+                    raise UsageError(f"token id {token!r} is not in 0 .. {self.config.vocab_size - 1}")
             if share.parents is not None and (
                 len(share.parents) != count or any(not -1 <= p < i for i, p in enumerate(share.parents))
             ):

@@ -20,13 +20,13 @@ def rotary_frequencies(config: ModelConfig) -> tuple[F32, float]:
     dim, scaling = config.head_dim, config.rope_scaling
     exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
     base = np.full(dim // 2, config.rope_theta, dtype=np.float32)
-    frequencies: F32 = np.float32(1.0) / base**exponents
+    frequencies: F32 = (np.float32(1.0) / np.power(base, exponents)).astype(np.float32)
     if scaling is None:
         return frequencies, 1.0
     if scaling.kind == "linear":
         return frequencies / np.float32(scaling.factor), 1.0
     if scaling.kind == "factors":
-        return frequencies / np.asarray(scaling.factors, dtype=np.float32), 1.0
+        return frequencies / np.array(scaling.factors, dtype=np.float32), 1.0
     if scaling.kind == "llama3":
         return _llama3(frequencies, scaling), 1.0
     return _yarn(frequencies, config.rope_theta, scaling), _yarn_attention_factor(scaling)

@@ -26,7 +26,7 @@ GROUP = 32  # values that share one scale in the native core
 CHUNK = 1 << 18  # values decoded at a time: the intermediate arrays stay in the processor's cache
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Groups:
     """A matrix in groups of 32 along its input axis: w[o, i] = scale[o, i // 32] * q[o, i] + offset[o, i // 32].
 
@@ -258,3 +258,9 @@ def quantise_q8(weights: F32) -> Groups:
             q[at : at + step] = np.clip(np.rint(groups / divisor), -127, 127).reshape(-1, width)
             scale[at : at + step] = part
     return Groups(q, scale, None)
+
+
+def pack_q8(groups: Groups) -> U8:
+    """The bytes of quantise_q8's result as Q8_0 blocks, uint8 [out * in / 32 * 34]: float16 scale, then 32 int8."""
+    scale = groups.scale.reshape(-1, 1).astype("<f2").view(np.uint8)
+    return np.concatenate([scale, groups.q.reshape(-1, GROUP).view(np.uint8)], axis=1).reshape(-1)

@@ -48,7 +48,7 @@ def byte_size(kind: str, shape: tuple[int, ...]) -> int:
     return math.prod(shape) // form.block * form.size
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Tensor:
     """Bytes, how to read them, and the logical shape in PyTorch order ([out, in] for a matrix).
 
@@ -89,7 +89,10 @@ class Tensor:
         return self.data.nbytes + (self.block_scale.nbytes if self.block_scale is not None else 0)
 
     def f32(self) -> F32:
-        """The values as a new or shared C-contiguous float32 array of `shape`. Raises ModelError for integer kinds."""
+        """The values as a C-contiguous float32 array of `shape`: new, or a read-only view of the data where that fits.
+
+        Raises ModelError for integer kinds.
+        """
         form = self._form
         if form.decode is None:
             raise ModelError(f"a tensor of integers ({self.kind}) was used as weights")

@@ -46,7 +46,7 @@ class WeightMap:
         return cls(GGUFFile.open(path).tensors)
 
     def take(self, name: str) -> tuple[F32, tuple[int, ...]]:
-        """Removes a tensor: its values as a float32 array of its shape, and the shape.
+        """Removes a tensor: its values as a float32 array of its shape (perhaps a read-only view), and the shape.
 
         Raises ModelError when there is none of that name, or it holds integers.
         """

@@ -1,0 +1,203 @@
+// The Python module outpace._native (typed in src/outpace/_native.pyi). Everything that comes in is checked here or in
+// model.cpp before it is used; the GIL is released while anything is computed.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <limits>
+#include <memory>
+#include <optional>
+
+#include "model.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using namespace outpace;
+
+namespace {
+
+template <class T, int N> using Array = nb::ndarray<T, nb::numpy, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
+using Unlocked = nb::call_guard<nb::gil_scoped_release>;
+
+int size(size_t n) {
+    if (n > static_cast<size_t>(std::numeric_limits<int>::max() / 64)) throw std::invalid_argument("an array is too large");
+    return static_cast<int>(n);
+}
+
+struct GroupShape { int out, in; };
+
+GroupShape check_groups(const Array<const int8_t, 2>& q, const Array<const float, 2>& scale,
+                        const std::optional<Array<const float, 2>>& offset, int in) {
+    const size_t out = q.shape(0), groups = q.shape(1) / GROUP;
+    if (out == 0 || groups == 0 || q.shape(1) % GROUP) {
+        throw std::invalid_argument("q must be [out, in] with in a multiple of 32");
+    }
+    if (in < 1 || (static_cast<size_t>(in) + GROUP - 1) / GROUP != groups) {
+        throw std::invalid_argument("the number of inputs does not fit the width of q");
+    }
+    const auto fits = [&](const Array<const float, 2>& a) { return a.shape(0) == out && a.shape(1) == groups; };
+    if (!fits(scale) || (offset && !fits(*offset))) throw std::invalid_argument("scale and offset must be [out, in / 32]");
+    size(q.shape(1));
+    return {size(out), in};
+}
+
+nb::object owned(std::vector<float> values, size_t rows, size_t columns) {
+    auto* kept = new std::vector<float>(std::move(values));
+    nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::vector<float>*>(p); });
+    return nb::cast(nb::ndarray<nb::numpy, float>(kept->data(), {rows, columns}, owner));
+}
+
+// Runs a matrix product alone, as the model would: for tests.
+template <class Multiply> nb::object product(int rows, int out, int blocks, int threads, const Multiply& multiply) {
+    if (threads < 1 || threads > 256) throw std::invalid_argument("threads must be in 1 .. 256");
+    std::vector<float> y(static_cast<size_t>(rows) * out);
+    {
+        nb::gil_scoped_release release;
+        Pool pool(threads);
+        pool.split(blocks, 1, [&](int first, int last) { multiply(first, last, y.data()); });
+    }
+    return owned(std::move(y), static_cast<size_t>(rows), static_cast<size_t>(out));
+}
+
+nb::object matmul_int8(const Array<const float, 2>& x, const Array<const int8_t, 2>& q, const Array<const float, 2>& scale,
+                       const std::optional<Array<const float, 2>>& offset, int threads, bool allow_int4) {
+    const auto [out, in] = check_groups(q, scale, offset, size(x.shape(1)));
+    const Kernels& kernels = choose_kernels();
+    const int rows = size(x.shape(0));
+    if (rows < 1) throw std::invalid_argument("x must have rows");
+    Arena arena;
+    const Matrix w = pack_int8(arena, q.data(), scale.data(), offset ? offset->data() : nullptr, out, in,
+                               kernels.unsigned_bytes, allow_int4);
+    Panels p;
+    p.rows = rows;
+    const int tiles = (rows + kernels.tile - 1) / kernels.tile;
+    p.tile = (rows + tiles - 1) / tiles;
+    p.groups = w.groups;
+    std::vector<int8_t> bytes(static_cast<size_t>(rows) * w.groups * GROUP);
+    std::vector<float> meta(static_cast<size_t>(rows) * w.groups * Panels::FIELDS);
+    p.q = bytes.data();
+    p.meta = meta.data();
+    for (int r = 0; r < rows; ++r) kernels.quantise(x.data() + static_cast<size_t>(r) * in, in, p, r);
+    return product(rows, out, w.blocks, threads,
+                   [&](int first, int last, float* y) { kernels.matmul_int8(w, p, first, last, y, out); });
+}
+
+nb::object matmul_f32(const Array<const float, 2>& x, const Array<const float, 2>& weight, int threads) {
+    const int rows = size(x.shape(0)), out = size(weight.shape(0)), in = size(weight.shape(1));
+    if (rows < 1 || out < 1 || in < 1 || x.shape(1) != weight.shape(1)) {
+        throw std::invalid_argument("x must be [rows, in] and weight [out, in], none of them 0");
+    }
+    const Kernels& kernels = choose_kernels();
+    Arena arena;
+    const Matrix w = pack_f32(arena, weight.data(), out, in);
+    return product(rows, out, w.blocks, threads, [&](int first, int last, float* y) {
+        kernels.matmul_f32(w, x.data(), in, rows, first, last, y, out);
+    });
+}
+
+void forward(Model& model, const std::vector<int>& slots, const std::vector<int>& counts,
+             const Array<const int64_t, 1>& tokens, const Array<const int64_t, 1>& parents,
+             const Array<const int64_t, 1>& wanted, Array<float, 2> logits, const std::vector<int>& taps,
+             Array<float, 3> tapped) {
+    const Config& config = model.config();
+    const size_t rows = tokens.shape(0), vocab = config.vocab_size, hidden = config.hidden_size;
+    if (parents.shape(0) != rows || slots.size() != counts.size()) {
+        throw std::invalid_argument("tokens and parents, slots and counts must go together");
+    }
+    if (logits.shape(0) != wanted.shape(0) || logits.shape(1) != vocab) {
+        throw std::invalid_argument("logits must be [wanted rows, vocab_size]");
+    }
+    if (tapped.shape(0) != taps.size() || (!taps.empty() && (tapped.shape(1) != rows || tapped.shape(2) != hidden))) {
+        throw std::invalid_argument("tapped must be [taps, rows, hidden_size]");
+    }
+    const auto narrow = [](int64_t value) {  // out of range stays out of range
+        return static_cast<int>(value < -2 ? -2 : value > (1 << 30) ? (1 << 30) : value);
+    };
+    std::vector<Share> shares(slots.size());
+    size_t at = 0;
+    for (size_t s = 0; s < slots.size(); ++s) {
+        if (counts[s] < 0 || static_cast<size_t>(counts[s]) > rows - at) {
+            throw std::invalid_argument("counts do not add up to the rows");
+        }
+        shares[s].slot = slots[s];
+        for (int i = 0; i < counts[s]; ++i, ++at) {
+            shares[s].tokens.push_back(narrow(tokens.data()[at]));
+            shares[s].parents.push_back(narrow(parents.data()[at]));
+        }
+    }
+    if (at != rows) throw std::invalid_argument("counts do not add up to the rows");
+    std::vector<int> rows_wanted;
+    for (size_t i = 0; i < wanted.shape(0); ++i) rows_wanted.push_back(narrow(wanted.data()[i]));
+    nb::gil_scoped_release release;
+    model.forward(shares, rows_wanted, logits.data(), taps, tapped.data());
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+    m.doc() = "The forward pass of a decoder-only model on this processor (csrc/).";
+    nb::exception<Full>(m, "Full");
+
+    m.def("isa", [] { return std::string(choose_kernels().name); }, "The kernel family in use (OUTPACE_ISA decides).");
+    m.def("isas", [] {
+        std::vector<std::string> names;
+        for (const Kernels* kernels : available_kernels()) names.emplace_back(kernels->name);
+        return names;
+    }, "The kernel families that can run here, fastest first.");
+    m.def("matmul_int8", &matmul_int8, "x"_a.noconvert(), "q"_a.noconvert(), "scale"_a.noconvert(),
+          "offset"_a.noconvert().none(), "threads"_a = 1, "allow_int4"_a = true);
+    m.def("matmul_f32", &matmul_f32, "x"_a.noconvert(), "weight"_a.noconvert(), "threads"_a = 1);
+
+    nb::class_<Model>(m, "Model")
+        .def("__init__",
+             [](Model* self, int vocab_size, int hidden_size, int intermediate_size, int layers, int heads, int kv_heads,
+                int head_dim, float eps, bool tied, bool qk_norm, int experts, int experts_used, int expert_ffn_size,
+                int shared_ffn_size, float expert_scale, bool norm_topk, std::vector<int> windows, std::vector<int> moe,
+                std::vector<float> frequencies, float rotary_factor, int slots, int positions, int rows, int threads) {
+                 new (self) Model(Config{vocab_size, hidden_size, intermediate_size, layers, heads, kv_heads, head_dim, eps,
+                                         tied, qk_norm, experts, experts_used, expert_ffn_size, shared_ffn_size,
+                                         expert_scale, norm_topk, std::move(windows), std::move(moe),
+                                         std::move(frequencies), rotary_factor},
+                                  slots, positions, rows, threads);
+             },
+             nb::kw_only(), "vocab_size"_a, "hidden_size"_a, "intermediate_size"_a, "layers"_a, "heads"_a, "kv_heads"_a,
+             "head_dim"_a, "eps"_a, "tied"_a, "qk_norm"_a, "experts"_a, "experts_used"_a, "expert_ffn_size"_a,
+             "shared_ffn_size"_a, "expert_scale"_a, "norm_topk"_a, "windows"_a, "moe"_a, "frequencies"_a,
+             "rotary_factor"_a, "slots"_a, "positions"_a, "rows"_a, "threads"_a)
+        .def("put_int8",
+             [](Model& self, const std::string& name, const Array<const int8_t, 2>& q, const Array<const float, 2>& scale,
+                const std::optional<Array<const float, 2>>& offset, int in) {
+                 const auto shape = check_groups(q, scale, offset, in);
+                 nb::gil_scoped_release release;
+                 self.put_int8(name, q.data(), scale.data(), offset ? offset->data() : nullptr, shape.out, shape.in);
+             },
+             "name"_a, "q"_a.noconvert(), "scale"_a.noconvert(), "offset"_a.noconvert().none(), "inputs"_a)
+        .def("put_f32",
+             [](Model& self, const std::string& name, const Array<const float, 2>& w) {
+                 if (w.shape(0) == 0 || w.shape(1) == 0) throw std::invalid_argument("tensor " + name + " is empty");
+                 const int out = size(w.shape(0)), in = size(w.shape(1));
+                 nb::gil_scoped_release release;
+                 self.put_f32(name, w.data(), out, in);
+             },
+             "name"_a, "weight"_a.noconvert())
+        .def("put_vector",
+             [](Model& self, const std::string& name, const Array<const float, 1>& v) {
+                 self.put_vector(name, v.data(), size(v.shape(0)));
+             },
+             "name"_a, "vector"_a.noconvert())
+        .def("ready", &Model::ready)
+        .def("forward", &forward, "slots"_a, "counts"_a, "tokens"_a.noconvert(), "parents"_a.noconvert(),
+             "wanted"_a.noconvert(), "logits"_a.noconvert(), "taps"_a, "tapped"_a.noconvert())
+        .def("new_slot", &Model::open, Unlocked())
+        .def("free_slot", &Model::close, Unlocked(), "slot"_a)
+        .def("fork_slot", &Model::fork, Unlocked(), "slot"_a)
+        .def("length", &Model::length, Unlocked(), "slot"_a)
+        .def("commit", &Model::commit, Unlocked(), "slot"_a, "rows"_a)
+        .def("truncate", &Model::truncate, Unlocked(), "slot"_a, "length"_a)
+        .def_prop_ro("threads", &Model::threads)
+        .def_prop_ro("isa", [](const Model& self) { return std::string(self.kernels().name); })
+        .def_prop_ro("weight_bytes", &Model::weight_bytes)
+        .def_prop_ro("cache_bytes", &Model::cache_bytes);
+}

@@ -1,0 +1,382 @@
+// The kernels of one processor family (see kernels.h). Included once by each kernels_<family>.cpp.
+#pragma once
+
+#include "kernels.h"
+#include "simd.h"
+
+namespace outpace {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int TILE = 12, TILE_F32 = 8, HEADS = 4;  // rows or heads at once: their sums fill the 32 registers
+#elif defined(__AVX2__)
+constexpr int TILE = 4, TILE_F32 = 4, HEADS = 1;
+#else
+constexpr int TILE = 2, TILE_F32 = 2, HEADS = 1;
+#endif
+
+template <bool HALF> OUTPACE_INLINE Floats load_scale(const uint8_t* scales, size_t group) {
+    if constexpr (HALF) {
+        return load_half(scales + group * 32);
+    } else {
+        return load(reinterpret_cast<const float*>(scales) + group * 16);
+    }
+}
+
+// ------------------------------------------------------------------------------------------------ matrix products
+
+// 16 outputs of R rows: y = sum over groups, in order, of d * (scale * (sum of w * x) + offset * (sum of x)).
+template <int R, bool INT4, bool OFFSET, bool HALF>
+void tile_int8(const Matrix& m, const uint8_t* block, const int8_t* x, const float* meta, int start_field, float* y,
+               size_t y_stride, int outs) {
+    Floats sums[R];
+    unroll<R>([&](auto r) __attribute__((always_inline)) { sums[r] = fill(0.0f); });
+    const uint8_t* w = block;
+    const uint8_t* scales = block + m.weight_bytes();
+    const uint8_t* offsets = scales + m.scale_bytes();
+    for (int g = 0; g < m.groups; ++g) {
+        Bytes weights[8];
+        if constexpr (INT4) {
+            unroll<4>([&](auto j) __attribute__((always_inline)) {
+                __builtin_prefetch(w + 2048 + 64 * j);
+                const Bytes pair = load_bytes(w + 64 * j);
+                weights[j] = low_nibbles(pair);
+                weights[j + 4] = high_nibbles(pair);
+            });
+            w += 256;
+        } else {
+            unroll<8>([&](auto j) __attribute__((always_inline)) {
+                __builtin_prefetch(w + 4096 + 64 * j);
+                weights[j] = load_bytes(w + 64 * j);
+            });
+            w += 512;
+        }
+        const Floats scale = load_scale<HALF>(scales, g);
+        Floats offset;
+        if constexpr (OFFSET) offset = load_scale<HALF>(offsets, g);
+        unroll<R>([&](auto r) __attribute__((always_inline)) {
+            int32_t start;
+            std::memcpy(&start, meta + start_field * R + r, 4);
+            Ints dot = fill(start);
+            unroll<8>([&](auto j) __attribute__((always_inline)) { dot = dot4(dot, weights[j], x + r * 32 + j * 4); });
+            Floats part = scale * to_float(dot);
+            if constexpr (OFFSET) part = fma(offset, fill(meta[Panels::SUM * R + r]), part);
+            sums[r] = fma(fill(meta[Panels::D * R + r]), part, sums[r]);
+        });
+        x += R * GROUP;
+        meta += R * Panels::FIELDS;
+    }
+    unroll<R>([&](auto r) __attribute__((always_inline)) { store_some(y + r * y_stride, sums[r], outs); });
+}
+
+using TileInt8 = void (*)(const Matrix&, const uint8_t*, const int8_t*, const float*, int, float*, size_t, int);
+
+template <int R> TileInt8 tile_for(const Matrix& m) {
+    const int kind = (m.kind == Matrix::Kind::int4) * 4 + m.offset * 2 + m.half;
+    switch (kind) {
+        case 0: return tile_int8<R, false, false, false>;
+        case 1: return tile_int8<R, false, false, true>;
+        case 2: return tile_int8<R, false, true, false>;
+        case 3: return tile_int8<R, false, true, true>;
+        case 4: return tile_int8<R, true, false, false>;
+        case 5: return tile_int8<R, true, false, true>;
+        case 6: return tile_int8<R, true, true, false>;
+        default: return tile_int8<R, true, true, true>;
+    }
+}
+
+template <int R> TileInt8 tile_for(const Matrix& m, int rows) {
+    if constexpr (R > 1) {
+        if (rows < R) return tile_for<R - 1>(m, rows);
+    }
+    return tile_for<R>(m);
+}
+
+void matmul_int8(const Matrix& w, const Panels& x, int first, int last, float* y, size_t y_stride) {
+    const int start_field = w.base == 0 ? Panels::START_0 : w.base == -8 ? Panels::START_8 : Panels::START_128;
+    const TileInt8 full = tile_for<TILE>(w, x.in_panel(0)), rest = tile_for<TILE>(w, x.in_panel(x.rows - 1));
+    for (int b = first; b < last; ++b) {
+        const uint8_t* block = w.data + w.block_bytes * b;
+        const int outs = w.out - b * OUTS < OUTS ? w.out - b * OUTS : OUTS;
+        for (int row = 0; row < x.rows; row += x.tile) {
+            const TileInt8 tile = row + x.tile <= x.rows ? full : rest;
+            tile(w, block, x.q + x.q_at(row), x.meta + x.meta_at(row), start_field, y + row * y_stride + b * OUTS,
+                 y_stride, outs);
+        }
+    }
+}
+
+// 16 * B outputs of R rows; inputs are summed in order.
+template <int R, int B>
+void tile_f32(const Matrix& m, int b, const float* x, size_t x_stride, float* y, size_t y_stride) {
+    Floats sums[R][B];
+    unroll<R>([&](auto r) __attribute__((always_inline)) {
+        unroll<B>([&](auto c) __attribute__((always_inline)) { sums[r][c] = fill(0.0f); });
+    });
+    const float* w = reinterpret_cast<const float*>(m.data + m.block_bytes * b);
+    const size_t next = m.block_bytes / 4;
+    for (int i = 0; i < m.in; ++i, w += OUTS) {
+        Floats weights[B];
+        unroll<B>([&](auto c) __attribute__((always_inline)) { weights[c] = load(w + c * next); });
+        unroll<R>([&](auto r) __attribute__((always_inline)) {
+            const Floats input = fill(x[r * x_stride + i]);
+            unroll<B>([&](auto c) __attribute__((always_inline)) { sums[r][c] = fma(weights[c], input, sums[r][c]); });
+        });
+    }
+    unroll<B>([&](auto c) __attribute__((always_inline)) {
+        const int at = (b + c) * OUTS, outs = m.out - at < OUTS ? m.out - at : OUTS;
+        unroll<R>([&](auto r) __attribute__((always_inline)) { store_some(y + r * y_stride + at, sums[r][c], outs); });
+    });
+}
+
+template <int R>
+void rows_f32(const Matrix& m, int b, int blocks, const float* x, size_t x_stride, int rows, float* y, size_t stride) {
+    if constexpr (R > 1) {
+        if (rows < R) return rows_f32<R - 1>(m, b, blocks, x, x_stride, rows, y, stride);
+    }
+    if constexpr (R * 4 <= 2 * TILE_F32) {
+        if (blocks == 4) return tile_f32<R, 4>(m, b, x, x_stride, y, stride);
+    }
+    for (int c = 0; c < blocks; ++c) {
+        if (c + 1 < blocks) {
+            tile_f32<R, 2>(m, b + c, x, x_stride, y, stride);
+            ++c;
+        } else {
+            tile_f32<R, 1>(m, b + c, x, x_stride, y, stride);
+        }
+    }
+}
+
+void matmul_f32(const Matrix& w, const float* x, size_t x_stride, int rows, int first, int last, float* y,
+                size_t y_stride) {
+    for (int b = first; b < last; b += 4) {
+        const int blocks = last - b < 4 ? last - b : 4;
+        for (int row = 0; row < rows; row += TILE_F32) {
+            const int count = rows - row < TILE_F32 ? rows - row : TILE_F32;
+            rows_f32<TILE_F32>(w, b, blocks, x + row * x_stride, x_stride, count, y + row * y_stride, y_stride);
+        }
+    }
+}
+
+void quantise(const float* x, int n, const Panels& to, int row) {
+    const int rows = to.in_panel(row);
+    int8_t* q = to.q + to.q_at(row);
+    float* meta = to.meta + to.meta_at(row);
+    for (int g = 0; g < to.groups; ++g) {
+        const int left = n - g * GROUP;
+        const Floats a = load_some(x + g * GROUP, left), b = left > 16 ? load_some(x + g * GROUP + 16, left - 16)
+                                                                       : fill(0.0f);
+        // Bits of |x| order like |x|, and NaN above all: a NaN makes d NaN instead of vanishing.
+        const Ints absolute_a = bits(a) & 0x7fffffff, absolute_b = bits(b) & 0x7fffffff;
+        const int32_t top = largest(choose(absolute_a > absolute_b, absolute_a, absolute_b));
+        float amax;
+        std::memcpy(&amax, &top, 4);
+        const Floats inverse = fill(top == 0 ? 0.0f : 127.0f / amax);
+        const Ints zero = bits(fill(ROUND));
+        const Ints qa = bits(a * inverse + fill(ROUND)) - zero, qb = bits(b * inverse + fill(ROUND)) - zero;
+        int32_t whole[GROUP];
+        std::memcpy(whole, &qa, 64);
+        std::memcpy(whole + 16, &qb, 64);
+        int32_t total = 0;
+        for (int i = 0; i < GROUP; ++i) {
+            q[i] = static_cast<int8_t>(whole[i]);
+            total += q[i];
+        }
+        const int32_t starts[3] = {0, -8 * total, -128 * total};
+        meta[Panels::D * rows] = amax / 127.0f;
+        meta[Panels::SUM * rows] = static_cast<float>(total);
+        std::memcpy(meta + Panels::START_0 * rows, starts, 4);
+        std::memcpy(meta + Panels::START_8 * rows, starts + 1, 4);
+        std::memcpy(meta + Panels::START_128 * rows, starts + 2, 4);
+        q += static_cast<size_t>(rows) * GROUP;
+        meta += static_cast<size_t>(rows) * Panels::FIELDS;
+    }
+}
+
+// ------------------------------------------------------------------------------------------------ element by element
+
+void rms_norm(const float* x, const float* weight, int n, float eps, float* y) {
+    Floats squares = fill(0.0f);
+    for (int i = 0; i < n; i += LANES) {
+        const Floats v = load_some(x + i, n - i);
+        squares = fma(v, v, squares);
+    }
+    const Floats scale = fill(1.0f / __builtin_sqrtf(sum(squares) / static_cast<float>(n) + eps));
+    for (int i = 0; i < n; i += LANES) {
+        store_some(y + i, load_some(x + i, n - i) * scale * load_some(weight + i, n - i), n - i);
+    }
+}
+
+void rotate(float* x, const float* cos, const float* sin, int half) {
+    for (int i = 0; i < half; i += LANES) {
+        const int n = half - i;
+        const Floats a = load_some(x + i, n), b = load_some(x + half + i, n);
+        const Floats c = load_some(cos + i, n), s = load_some(sin + i, n);
+        store_some(x + i, a * c - b * s, n);
+        store_some(x + half + i, b * c + a * s, n);
+    }
+}
+
+void scale(float* x, float by, int n) {
+    for (int i = 0; i < n; ++i) x[i] *= by;
+}
+
+void add(float* x, const float* y, int n) {
+    for (int i = 0; i < n; ++i) x[i] += y[i];
+}
+
+void add_scaled(float* x, const float* y, float by, int n) {
+    for (int i = 0; i < n; i += LANES) {
+        store_some(x + i, fma(load_some(y + i, n - i), fill(by), load_some(x + i, n - i)), n - i);
+    }
+}
+
+void silu_mul(float* gate, const float* up, int n) {
+    for (int i = 0; i < n; i += LANES) {
+        const Floats g = load_some(gate + i, n - i);
+        const Floats s = g / (fill(1.0f) + exp(fill(0.0f) - g));
+        store_some(gate + i, s * load_some(up + i, n - i), n - i);
+    }
+}
+
+// ------------------------------------------------------------------------------------------------ attention
+
+// Scores of 16 * V positions of one block: sum over the head's dimensions, in order.
+template <int H, int V>
+OUTPACE_INLINE void scores(const float* k, const float* q, int head_dim, float* to) {
+    Floats sums[H][V];
+    unroll<H>([&](auto h) __attribute__((always_inline)) {
+        unroll<V>([&](auto v) __attribute__((always_inline)) { sums[h][v] = fill(0.0f); });
+    });
+    for (int d = 0; d < head_dim; ++d, k += BLOCK) {
+        Floats keys[V];
+        unroll<V>([&](auto v) __attribute__((always_inline)) { keys[v] = load(k + v * LANES); });
+        unroll<H>([&](auto h) __attribute__((always_inline)) {
+            const Floats query = fill(q[h * head_dim + d]);
+            unroll<V>([&](auto v) __attribute__((always_inline)) { sums[h][v] = fma(keys[v], query, sums[h][v]); });
+        });
+    }
+    unroll<H>([&](auto h) __attribute__((always_inline)) {
+        unroll<V>([&](auto v) __attribute__((always_inline)) { store(to + h * CHUNK + v * LANES, sums[h][v]); });
+    });
+}
+
+// acc += weight * value, position after position.
+template <int H, int V>
+OUTPACE_INLINE void weigh(const float* values, int padded, int count, const float* weights, float* acc) {
+    Floats sums[H][V];
+    unroll<H>([&](auto h) __attribute__((always_inline)) {
+        unroll<V>([&](auto v) __attribute__((always_inline)) { sums[h][v] = load(acc + h * padded + v * LANES); });
+    });
+    for (int p = 0; p < count; ++p, values += padded) {
+        Floats value[V];
+        unroll<V>([&](auto v) __attribute__((always_inline)) { value[v] = load(values + v * LANES); });
+        unroll<H>([&](auto h) __attribute__((always_inline)) {
+            const Floats weight = fill(weights[h * CHUNK + p]);
+            unroll<V>([&](auto v) __attribute__((always_inline)) { sums[h][v] = fma(value[v], weight, sums[h][v]); });
+        });
+    }
+    unroll<H>([&](auto h) __attribute__((always_inline)) {
+        unroll<V>([&](auto v) __attribute__((always_inline)) { store(acc + h * padded + v * LANES, sums[h][v]); });
+    });
+}
+
+template <int H>
+OUTPACE_INLINE void weigh_all(const float* values, int padded, int count, const float* weights, float* acc) {
+    int d = 0;
+    for (; d + 4 * LANES <= padded; d += 4 * LANES) weigh<H, 4>(values + d, padded, count, weights, acc + d);
+    for (; d < padded; d += LANES) weigh<H, 1>(values + d, padded, count, weights, acc + d);
+}
+
+template <int H>
+void attend_heads(const Keys& keys, const float* q, int begin, int end, Partial* partial, float* acc) {
+    alignas(64) float s[H][CHUNK];
+    const int chunk = begin / CHUNK * CHUNK, place = keys.direct < end ? keys.direct : end;
+    for (int p = begin / LANES * LANES; p < place;) {
+        const float* k = keys.blocks[p / BLOCK] + keys.k_at + p % BLOCK;
+        if (p % BLOCK == 0 && place - p > 3 * LANES) {
+            scores<H, 4>(k, q, keys.head_dim, &s[0][p - chunk]);
+            p += 4 * LANES;
+        } else {
+            scores<H, 1>(k, q, keys.head_dim, &s[0][p - chunk]);
+            p += LANES;
+        }
+    }
+    const int own = begin > place ? begin : place;  // from here on the row's own ancestors, wherever they lie
+    for (int p = own; p < end; ++p) {
+        const int at = keys.ancestors[p - keys.direct];
+        const float* k = keys.blocks[at / BLOCK] + keys.k_at + at % BLOCK;
+        float dot[H] = {};
+        for (int d = 0; d < keys.head_dim; ++d) {
+            for (int h = 0; h < H; ++h) dot[h] = __builtin_fmaf(k[d * BLOCK], q[h * keys.head_dim + d], dot[h]);
+        }
+        for (int h = 0; h < H; ++h) s[h][p - chunk] = dot[h];
+    }
+    const int low = (begin - chunk) / LANES * LANES, high = (end - chunk + LANES - 1) / LANES * LANES;
+    for (int h = 0; h < H; ++h) {
+        for (int i = low; i < begin - chunk; ++i) s[h][i] = -__builtin_inff();
+        for (int i = end - chunk; i < high; ++i) s[h][i] = -__builtin_inff();
+        Floats top = load(&s[h][low]);
+        for (int i = low + LANES; i < high; i += LANES) {
+            const Floats v = load(&s[h][i]);
+            top = choose(v > top, v, top);
+        }
+        partial[h].largest = largest(top);
+        const Floats shift = fill(partial[h].largest);
+        Floats total = fill(0.0f);
+        for (int i = low; i < high; i += LANES) {
+            const Floats e = exp(load(&s[h][i]) - shift);
+            store(&s[h][i], e);
+            total = total + e;
+        }
+        partial[h].sum = sum(total);
+        for (int d = 0; d < keys.padded; d += LANES) store(acc + h * keys.padded + d, fill(0.0f));
+    }
+    for (int p = begin; p < place;) {
+        const int stop = (p / BLOCK + 1) * BLOCK < place ? (p / BLOCK + 1) * BLOCK : place;
+        const float* v = keys.blocks[p / BLOCK] + keys.v_at + static_cast<size_t>(p % BLOCK) * keys.padded;
+        weigh_all<H>(v, keys.padded, stop - p, &s[0][p - chunk], acc);
+        p = stop;
+    }
+    for (int p = own; p < end; ++p) {
+        const int at = keys.ancestors[p - keys.direct];
+        const float* v = keys.blocks[at / BLOCK] + keys.v_at + static_cast<size_t>(at % BLOCK) * keys.padded;
+        weigh_all<H>(v, keys.padded, 1, &s[0][p - chunk], acc);
+    }
+}
+
+template <int H> void attend_up_to(const Keys& keys, const float* q, int heads, int begin, int end, Partial* partial,
+                                   float* acc) {
+    if constexpr (H > 1) {
+        if (heads < H) return attend_up_to<H - 1>(keys, q, heads, begin, end, partial, acc);
+    }
+    attend_heads<H>(keys, q, begin, end, partial, acc);
+}
+
+void attend(const Keys& keys, const float* q, int heads, int begin, int end, Partial* partial, float* acc) {
+    for (int h = 0; h < heads; h += HEADS) {
+        const int n = heads - h < HEADS ? heads - h : HEADS;
+        attend_up_to<HEADS>(keys, q + static_cast<size_t>(h) * keys.head_dim, n, begin, end, partial + h,
+                            acc + static_cast<size_t>(h) * keys.padded);
+    }
+}
+
+void join(Partial* into, float* acc, const Partial& next, const float* next_acc, int n) {
+    const float top = next.largest > into->largest ? next.largest : into->largest;
+    float change[LANES] = {into->largest - top, next.largest - top};
+    store(change, exp(load(change)));
+    const Floats before = fill(change[0]), after = fill(change[1]);
+    for (int i = 0; i < n; i += LANES) {
+        store_some(acc + i, load_some(acc + i, n - i) * before + load_some(next_acc + i, n - i) * after, n - i);
+    }
+    into->sum = into->sum * change[0] + next.sum * change[1];
+    into->largest = top;
+}
+
+constexpr Kernels family(const char* name, bool unsigned_bytes) {
+    return {name,   unsigned_bytes, TILE, matmul_int8, matmul_f32, quantise, rms_norm, rotate,
+            scale,  add,            add_scaled, silu_mul, attend, join};
+}
+
+}  // namespace
+}  // namespace outpace

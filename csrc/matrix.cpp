@@ -1,0 +1,202 @@
+#include "matrix.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+
+namespace outpace {
+namespace {
+
+constexpr size_t PIECE = size_t(16) << 20;
+constexpr size_t HUGE_PAGE = size_t(2) << 20;
+
+// The float16 with exactly this value; false where there is none.
+bool exact_half(float value, uint16_t* bits) {
+    uint32_t f;
+    std::memcpy(&f, &value, 4);
+    const uint32_t sign = f >> 16 & 0x8000u, mantissa = f & 0x7fffffu;
+    const int exponent = static_cast<int>(f >> 23 & 0xff) - 127;
+    if (exponent == -127 && mantissa == 0) {
+        *bits = static_cast<uint16_t>(sign);
+        return true;
+    }
+    if (exponent < -24 || exponent > 15) return false;
+    if (exponent >= -14) {
+        if (mantissa & 0x1fffu) return false;
+        *bits = static_cast<uint16_t>(sign | static_cast<uint32_t>(exponent + 15) << 10 | mantissa >> 13);
+        return true;
+    }
+    const uint32_t whole = mantissa | 0x800000u;
+    const int shift = -1 - exponent;  // 14 .. 23
+    if (whole & ((1u << shift) - 1)) return false;
+    *bits = static_cast<uint16_t>(sign | whole >> shift);
+    return true;
+}
+
+bool all_half(const float* values, size_t n) {
+    uint16_t bits;
+    return std::all_of(values, values + n, [&](float v) { return exact_half(v, &bits); });
+}
+
+}  // namespace
+
+float half_to_float(uint16_t bits) {
+    const uint32_t sign = static_cast<uint32_t>(bits & 0x8000) << 16, exponent = bits >> 10 & 31, mantissa = bits & 1023;
+    float value;
+    if (exponent == 0) {
+        value = static_cast<float>(mantissa) * 0x1p-24f;
+        return sign ? -value : value;
+    }
+    const uint32_t f = sign | (exponent == 31 ? 255u : exponent + 112u) << 23 | mantissa << 13;
+    std::memcpy(&value, &f, 4);
+    return value;
+}
+
+void Arena::Unmap::operator()(uint8_t* at) const { munmap(at, bytes); }
+
+uint8_t* Arena::take(size_t bytes) {
+    bytes = (bytes + 63) / 64 * 64;
+    if (pieces_.empty() || size_ - used_ < bytes) {
+        const size_t size = (std::max(bytes, PIECE) + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
+        pieces_.reserve(pieces_.size() + 1);
+        void* at = mmap(nullptr, size + HUGE_PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (at == MAP_FAILED) throw std::bad_alloc();
+        pieces_.emplace_back(static_cast<uint8_t*>(at), Unmap{size + HUGE_PAGE});
+        size_ = size;
+        used_ = 0;
+#ifdef MADV_HUGEPAGE
+        madvise(at, size + HUGE_PAGE, MADV_HUGEPAGE);
+#endif
+    }
+    const auto start = (reinterpret_cast<uintptr_t>(pieces_.back().get()) + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
+    uint8_t* at = reinterpret_cast<uint8_t*>(start) + used_;
+    used_ += bytes;
+    total_ += bytes;
+    return at;
+}
+
+Matrix pack_int8(Arena& arena, const int8_t* q, const float* scale, const float* offset, int out, int in,
+                 bool unsigned_bytes, bool allow_int4) {
+    Matrix m;
+    m.out = out;
+    m.in = in;
+    m.blocks = (out + OUTS - 1) / OUTS;
+    m.groups = (in + GROUP - 1) / GROUP;
+    const size_t width = static_cast<size_t>(m.groups) * GROUP, scales = static_cast<size_t>(out) * m.groups;
+    const auto [low, high] = std::minmax_element(q, q + static_cast<size_t>(out) * width);
+    m.kind = Matrix::Kind::int8;
+    m.base = unsigned_bytes ? -128 : 0;
+    if (allow_int4 && *low >= 0 && *high <= 15) {
+        m.kind = Matrix::Kind::int4;
+        m.base = 0;
+    } else if (allow_int4 && *low >= -8 && *high <= 7) {
+        m.kind = Matrix::Kind::int4;
+        m.base = -8;
+    }
+    m.offset = offset != nullptr;
+    m.half = all_half(scale, scales) && (!offset || all_half(offset, scales));
+    m.block_bytes = m.weight_bytes() + m.scale_bytes() * (m.offset ? 2 : 1);
+    uint8_t* data = arena.take(m.block_bytes * m.blocks);
+    m.data = data;
+
+    const auto put_scale = [&](uint8_t* to, int g, int lane, float value) {
+        const size_t at = static_cast<size_t>(g) * OUTS + lane;
+        if (m.half) {
+            uint16_t bits = 0;
+            exact_half(value, &bits);
+            std::memcpy(to + 2 * at, &bits, 2);
+        } else {
+            std::memcpy(to + 4 * at, &value, 4);
+        }
+    };
+    const bool nibbles = m.kind == Matrix::Kind::int4;
+    for (int b = 0; b < m.blocks; ++b) {
+        uint8_t* block = data + m.block_bytes * b;
+        // Outputs and inputs beyond the matrix: weight 0 (the byte -base), scale 0.
+        std::memset(block, nibbles ? (m.base ? 0x88 : 0) : -m.base, m.weight_bytes());
+        std::memset(block + m.weight_bytes(), 0, m.block_bytes - m.weight_bytes());
+        for (int lane = 0; lane < OUTS && b * OUTS + lane < out; ++lane) {
+            const size_t o = static_cast<size_t>(b) * OUTS + lane;
+            for (int g = 0; g < m.groups; ++g) {
+                const int8_t* from = q + o * width + static_cast<size_t>(g) * GROUP;
+                for (int i = 0; i < GROUP; ++i) {
+                    const uint8_t byte = static_cast<uint8_t>(from[i] - m.base);
+                    const int step = i / 4, at = lane * 4 + i % 4;
+                    if (!nibbles) {
+                        block[static_cast<size_t>(g) * 512 + step * 64 + at] = byte;
+                    } else {
+                        uint8_t& pair = block[static_cast<size_t>(g) * 256 + step % 4 * 64 + at];
+                        pair = static_cast<uint8_t>(step < 4 ? (pair & 0xf0) | byte : (pair & 0x0f) | byte << 4);
+                    }
+                }
+                put_scale(block + m.weight_bytes(), g, lane, scale[o * m.groups + g]);
+                if (offset) put_scale(block + m.weight_bytes() + m.scale_bytes(), g, lane, offset[o * m.groups + g]);
+            }
+        }
+    }
+    return m;
+}
+
+Matrix pack_f32(Arena& arena, const float* w, int out, int in) {
+    Matrix m;
+    m.kind = Matrix::Kind::f32;
+    m.out = out;
+    m.in = in;
+    m.blocks = (out + OUTS - 1) / OUTS;
+    m.groups = (in + GROUP - 1) / GROUP;
+    m.block_bytes = static_cast<size_t>(in) * OUTS * 4;
+    uint8_t* data = arena.take(m.block_bytes * m.blocks);
+    m.data = data;
+    for (int b = 0; b < m.blocks; ++b) {
+        float* block = reinterpret_cast<float*>(data + m.block_bytes * b);
+        for (int lane = 0; lane < OUTS; ++lane) {
+            const size_t o = static_cast<size_t>(b) * OUTS + lane;
+            for (int i = 0; i < in; ++i) {
+                block[static_cast<size_t>(i) * OUTS + lane] = o < static_cast<size_t>(out) ? w[o * in + i] : 0.0f;
+            }
+        }
+    }
+    return m;
+}
+
+void Matrix::row(int o, float* to) const {
+    const uint8_t* block = data + block_bytes * (o / OUTS);
+    const int lane = o % OUTS;
+    if (kind == Kind::f32) {
+        for (int i = 0; i < in; ++i) std::memcpy(to + i, block + (static_cast<size_t>(i) * OUTS + lane) * 4, 4);
+        return;
+    }
+    const auto get_scale = [&](const uint8_t* from, int g) {
+        const size_t at = static_cast<size_t>(g) * OUTS + lane;
+        if (half) {
+            uint16_t bits;
+            std::memcpy(&bits, from + 2 * at, 2);
+            return half_to_float(bits);
+        }
+        float value;
+        std::memcpy(&value, from + 4 * at, 4);
+        return value;
+    };
+    for (int g = 0; g < groups; ++g) {
+        const float s = get_scale(block + weight_bytes(), g);
+        const float z = offset ? get_scale(block + weight_bytes() + scale_bytes(), g) : 0.0f;
+        for (int i = 0; i < GROUP && g * GROUP + i < in; ++i) {
+            const int step = i / 4, at = lane * 4 + i % 4;
+            int byte;
+            if (kind == Kind::int8) {
+                // Without the shift of base -128 the byte is signed.
+                const uint8_t raw = block[static_cast<size_t>(g) * 512 + step * 64 + at];
+                byte = base ? raw : static_cast<int8_t>(raw);
+            } else {
+                const uint8_t pair = block[static_cast<size_t>(g) * 256 + step % 4 * 64 + at];
+                byte = step < 4 ? pair & 15 : pair >> 4;
+            }
+            const float w = s * static_cast<float>(byte + base);
+            to[g * GROUP + i] = offset ? w + z : w;
+        }
+    }
+}
+
+}  // namespace outpace

@@ -1,0 +1,64 @@
+// A weight matrix as the kernels read it, and the way there.
+//
+// Blocks of 16 outputs follow each other; a block holds everything that its 16 results need, in reading order.
+// int8 and int4 blocks: the weights of group 0, 1, ... (32 inputs each), then all scales, then all offsets, each
+// 16 floats or halves a group. A group's weights lie as 8 steps of 16 outputs x 4 inputs (64 bytes: one register that
+// multiplies with 4 broadcast activations); int4 keeps steps j and j + 4 in the low and high nibbles of one register.
+// f32 blocks: 16 outputs of input 0, of input 1, ...
+// The stored byte is q - base; the kernels add base * (sum of the group's activations) back, so sums are exact.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace outpace {
+
+constexpr int OUTS = 16;   // outputs of a block
+constexpr int GROUP = 32;  // inputs that share a scale
+
+// Memory for weights, in large pieces that ask for huge pages. Throws std::bad_alloc.
+class Arena {
+  public:
+    uint8_t* take(size_t bytes);  // aligned to 64 bytes, lives as long as the arena
+    size_t bytes() const { return total_; }
+
+  private:
+    struct Unmap {
+        size_t bytes;
+        void operator()(uint8_t* at) const;
+    };
+    std::vector<std::unique_ptr<uint8_t, Unmap>> pieces_;
+    size_t used_ = 0, size_ = 0, total_ = 0;
+};
+
+struct Matrix {
+    enum class Kind { none, f32, int8, int4 };
+    Kind kind = Kind::none;
+    int out = 0, in = 0;
+    int blocks = 0;  // ceil(out / 16)
+    int groups = 0;  // ceil(in / 32)
+    bool half = false;    // scales and offsets are float16 (they were exactly that)
+    bool offset = false;  // there are offsets
+    int base = 0;         // -128, -8 or 0
+    size_t block_bytes = 0;
+    const uint8_t* data = nullptr;
+
+    size_t weight_bytes() const { return static_cast<size_t>(groups) * (kind == Kind::int4 ? 256 : 512); }
+    size_t scale_bytes() const { return (static_cast<size_t>(groups) * (half ? 32 : 64) + 63) / 64 * 64; }
+
+    // One output's weights as floats, float32 [in]: the embedding look-up.
+    void row(int o, float* to) const;
+};
+
+// q: int8 [out, groups * 32]. scale, offset: float32 [out, groups], offset may be null. `in` inputs are real.
+// unsigned_bytes: this processor's instruction wants weights of 0 .. 255. allow_int4: pack into nibbles where it fits.
+Matrix pack_int8(Arena& arena, const int8_t* q, const float* scale, const float* offset, int out, int in,
+                 bool unsigned_bytes, bool allow_int4 = true);
+// w: float32 [out, in].
+Matrix pack_f32(Arena& arena, const float* w, int out, int in);
+
+float half_to_float(uint16_t bits);
+
+}  // namespace outpace

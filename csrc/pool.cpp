@@ -1,0 +1,101 @@
+#include "pool.h"
+
+#include <chrono>
+
+#if defined(__x86_64__) || defined(__i386__)
+#include <immintrin.h>
+#endif
+
+namespace outpace {
+namespace {
+
+constexpr int SPINS = 400;                                     // pauses before the first yield: tens of microseconds
+constexpr auto PARK_AFTER = std::chrono::microseconds(300);    // yielding before a worker parks
+
+inline void pause() {
+#if defined(__x86_64__) || defined(__i386__)
+    _mm_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+}  // namespace
+
+Pool::Pool(int threads) {
+    try {
+        for (int i = 1; i < threads; ++i) workers_.emplace_back([this] { work(); });
+    } catch (...) {
+        stop();
+        throw;
+    }
+}
+
+Pool::~Pool() { stop(); }
+
+void Pool::stop() {
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        stop_.store(true);
+    }
+    wake_.notify_all();
+    for (auto& worker : workers_) worker.join();
+    workers_.clear();
+}
+
+void Pool::dispatch(int n, Call call, const void* self) {
+    const uint64_t number = (state_.load(std::memory_order_relaxed) >> 32) + 1;
+    Job& job = jobs_[number & 1];
+    job.call.store(call, std::memory_order_relaxed);
+    job.self.store(self, std::memory_order_relaxed);
+    job.tasks.store(n, std::memory_order_relaxed);
+    job.done.store(0, std::memory_order_relaxed);
+    state_.store(number << 32, std::memory_order_seq_cst);
+    if (parked_.load(std::memory_order_seq_cst) > 0) {
+        std::lock_guard<std::mutex> lock(mutex_);
+        wake_.notify_all();
+    }
+    while (take_one(state_.load(std::memory_order_acquire))) {
+    }
+    for (int spin = 0; job.done.load(std::memory_order_acquire) < n; ++spin) {
+        if (spin < SPINS) {
+            pause();
+        } else {
+            std::this_thread::yield();
+        }
+    }
+}
+
+// Claims and runs one task of the job that `state` names; true when there may be more.
+bool Pool::take_one(uint64_t state) {
+    Job& job = jobs_[(state >> 32) & 1];
+    const int task = static_cast<int>(state & 0xffffffffu);
+    const Call call = job.call.load(std::memory_order_relaxed);
+    const void* self = job.self.load(std::memory_order_relaxed);
+    if (task >= job.tasks.load(std::memory_order_relaxed)) return false;
+    if (state_.compare_exchange_strong(state, state + 1, std::memory_order_acq_rel)) {
+        call(self, task);
+        job.done.fetch_add(1, std::memory_order_acq_rel);
+    }
+    return true;
+}
+
+void Pool::work() {
+    using Clock = std::chrono::steady_clock;
+    while (!stop_.load(std::memory_order_relaxed)) {
+        uint64_t state = state_.load(std::memory_order_acquire);
+        if (take_one(state)) continue;
+        const auto idle = [&] {
+            return state_.load(std::memory_order_seq_cst) >> 32 == state >> 32 && !stop_.load(std::memory_order_relaxed);
+        };
+        for (int spin = 0; spin < SPINS && idle(); ++spin) pause();
+        for (const auto start = Clock::now(); idle() && Clock::now() - start < PARK_AFTER;) std::this_thread::yield();
+        if (!idle()) continue;
+        std::unique_lock<std::mutex> lock(mutex_);
+        parked_.fetch_add(1, std::memory_order_seq_cst);
+        wake_.wait(lock, [&] { return !idle(); });
+        parked_.fetch_sub(1, std::memory_order_seq_cst);
+    }
+}
+
+}  // namespace outpace

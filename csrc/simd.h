@@ -1,0 +1,355 @@
+// Vectors of 16 lanes on any processor, for kernels_impl.h alone: each family's file is compiled with its own flags, so
+// everything here has internal linkage, and nothing that the linker could share (std templates) may be used beside it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#define OUTPACE_INLINE inline __attribute__((always_inline))
+
+namespace outpace {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int WIDTH = 16;
+#elif defined(__AVX2__)
+constexpr int WIDTH = 8;
+#else
+constexpr int WIDTH = 4;
+#endif
+constexpr int LANES = 16, PARTS = LANES / WIDTH;
+
+typedef float FloatPart __attribute__((vector_size(4 * WIDTH)));
+typedef int32_t IntPart __attribute__((vector_size(4 * WIDTH)));
+typedef int8_t BytePart __attribute__((vector_size(4 * WIDTH)));
+
+struct Floats { FloatPart part[PARTS]; };
+struct Ints { IntPart part[PARTS]; };     // also the result of comparisons: -1 or 0
+struct Bytes { BytePart part[PARTS]; };   // 64: 16 lanes x 4
+
+template <int N> struct Index {
+    constexpr operator int() const { return N; }
+};
+
+template <int I, int N, class Body> OUTPACE_INLINE void unroll_from(const Body& body) {
+    if constexpr (I < N) {
+        body(Index<I>{});
+        unroll_from<I + 1, N>(body);
+    }
+}
+
+// body(Index<0>), ..., body(Index<N - 1>) written out, so that arrays indexed by it live in registers.
+template <int N, class Body> OUTPACE_INLINE void unroll(const Body& body) { unroll_from<0, N>(body); }
+
+#define OUTPACE_EACH(result, expression)                              \
+    unroll<PARTS>([&](auto i) __attribute__((always_inline)) { result.part[i] = expression; })
+
+OUTPACE_INLINE Floats load(const float* from) {
+    Floats r;
+    std::memcpy(&r, from, sizeof r);
+    return r;
+}
+
+OUTPACE_INLINE void store(float* to, const Floats& v) { std::memcpy(to, &v, sizeof v); }
+
+OUTPACE_INLINE Floats fill(float x) {
+    Floats r;
+    OUTPACE_EACH(r, FloatPart{} + x);
+    return r;
+}
+
+OUTPACE_INLINE Ints fill(int32_t x) {
+    Ints r;
+    OUTPACE_EACH(r, IntPart{} + x);
+    return r;
+}
+
+OUTPACE_INLINE Floats operator+(const Floats& a, const Floats& b) {
+    Floats r;
+    OUTPACE_EACH(r, a.part[i] + b.part[i]);
+    return r;
+}
+
+OUTPACE_INLINE Floats operator-(const Floats& a, const Floats& b) {
+    Floats r;
+    OUTPACE_EACH(r, a.part[i] - b.part[i]);
+    return r;
+}
+
+OUTPACE_INLINE Floats operator*(const Floats& a, const Floats& b) {
+    Floats r;
+    OUTPACE_EACH(r, a.part[i] * b.part[i]);
+    return r;
+}
+
+OUTPACE_INLINE Floats operator/(const Floats& a, const Floats& b) {
+    Floats r;
+    OUTPACE_EACH(r, a.part[i] / b.part[i]);
+    return r;
+}
+
+OUTPACE_INLINE Ints operator>(const Floats& a, const Floats& b) {
+    Ints r;
+    OUTPACE_EACH(r, a.part[i] > b.part[i]);
+    return r;
+}
+
+OUTPACE_INLINE Ints operator>(const Ints& a, const Ints& b) {
+    Ints r;
+    OUTPACE_EACH(r, a.part[i] > b.part[i]);
+    return r;
+}
+
+OUTPACE_INLINE Floats choose(const Ints& mask, const Floats& yes, const Floats& no) {
+    Floats r;
+    OUTPACE_EACH(r, mask.part[i] ? yes.part[i] : no.part[i]);
+    return r;
+}
+
+OUTPACE_INLINE Ints choose(const Ints& mask, const Ints& yes, const Ints& no) {
+    Ints r;
+    OUTPACE_EACH(r, mask.part[i] ? yes.part[i] : no.part[i]);
+    return r;
+}
+
+OUTPACE_INLINE Ints bits(const Floats& v) {
+    Ints r;
+    std::memcpy(&r, &v, sizeof r);
+    return r;
+}
+
+OUTPACE_INLINE Floats from_bits(const Ints& v) {
+    Floats r;
+    std::memcpy(&r, &v, sizeof r);
+    return r;
+}
+
+OUTPACE_INLINE Ints operator+(const Ints& a, const Ints& b) {
+    Ints r;
+    OUTPACE_EACH(r, a.part[i] + b.part[i]);
+    return r;
+}
+
+OUTPACE_INLINE Ints operator-(const Ints& a, const Ints& b) {
+    Ints r;
+    OUTPACE_EACH(r, a.part[i] - b.part[i]);
+    return r;
+}
+
+OUTPACE_INLINE Ints operator&(const Ints& a, int32_t b) {
+    Ints r;
+    OUTPACE_EACH(r, a.part[i] & b);
+    return r;
+}
+
+OUTPACE_INLINE Ints shift_left(const Ints& a, int by) {
+    Ints r;
+    OUTPACE_EACH(r, a.part[i] << by);
+    return r;
+}
+
+OUTPACE_INLINE Floats to_float(const Ints& v) {
+    Floats r;
+    OUTPACE_EACH(r, __builtin_convertvector(v.part[i], FloatPart));
+    return r;
+}
+
+// a * b + c, rounded once. Without the instruction this is a library call a lane: not worth writing out in place.
+#if defined(__FMA__) || defined(__aarch64__)
+OUTPACE_INLINE
+#else
+__attribute__((noinline))
+#endif
+Floats fma(const Floats& a, const Floats& b, const Floats& c) {
+    Floats r;
+#if defined(__AVX512F__)
+    r.part[0] = (FloatPart)_mm512_fmadd_ps((__m512)a.part[0], (__m512)b.part[0], (__m512)c.part[0]);
+#elif defined(__AVX2__)
+    OUTPACE_EACH(r, (FloatPart)_mm256_fmadd_ps((__m256)a.part[i], (__m256)b.part[i], (__m256)c.part[i]));
+#elif defined(__aarch64__)
+    OUTPACE_EACH(r, (FloatPart)vfmaq_f32((float32x4_t)c.part[i], (float32x4_t)a.part[i], (float32x4_t)b.part[i]));
+#else
+    float x[LANES], y[LANES], z[LANES];
+    std::memcpy(x, &a, sizeof x);
+    std::memcpy(y, &b, sizeof y);
+    std::memcpy(z, &c, sizeof z);
+    for (int i = 0; i < LANES; ++i) z[i] = __builtin_fmaf(x[i], y[i], z[i]);
+    std::memcpy(&r, z, sizeof z);
+#endif
+    return r;
+}
+
+// The sum of the lanes, always in this order.
+OUTPACE_INLINE float sum(const Floats& v) {
+    float a[LANES];
+    store(a, v);
+    for (int half = LANES / 2; half > 0; half /= 2) {
+        for (int i = 0; i < half; ++i) a[i] += a[i + half];
+    }
+    return a[0];
+}
+
+OUTPACE_INLINE int32_t sum(const Ints& v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_epi32((__m512i)v.part[0]);
+#else
+    int32_t a[LANES], total = 0;
+    std::memcpy(a, &v, sizeof a);
+    for (int i = 0; i < LANES; ++i) total += a[i];
+    return total;
+#endif
+}
+
+OUTPACE_INLINE int32_t largest(const Ints& v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_epi32((__m512i)v.part[0]);
+#else
+    int32_t a[LANES];
+    std::memcpy(a, &v, sizeof a);
+    for (int i = 1; i < LANES; ++i) a[0] = a[i] > a[0] ? a[i] : a[0];
+    return a[0];
+#endif
+}
+
+OUTPACE_INLINE float largest(const Floats& v) {
+    float a[LANES];
+    store(a, v);
+    for (int i = 1; i < LANES; ++i) a[0] = a[i] > a[0] ? a[i] : a[0];
+    return a[0];
+}
+
+OUTPACE_INLINE Bytes load_bytes(const uint8_t* from) {
+    Bytes r;
+    std::memcpy(&r, from, sizeof r);
+    return r;
+}
+
+OUTPACE_INLINE Bytes low_nibbles(const Bytes& v) {
+    Bytes r;
+    OUTPACE_EACH(r, v.part[i] & 15);
+    return r;
+}
+
+OUTPACE_INLINE Bytes high_nibbles(const Bytes& v) {
+    Bytes r;
+#if defined(__AVX512F__)
+    const __m512i shifted = _mm512_srli_epi16((__m512i)v.part[0], 4);
+    r.part[0] = (BytePart)_mm512_and_si512(shifted, _mm512_set1_epi8(15));
+#elif defined(__AVX2__)
+    OUTPACE_EACH(r, (BytePart)_mm256_and_si256(_mm256_srli_epi16((__m256i)v.part[i], 4), _mm256_set1_epi8(15)));
+#else
+    OUTPACE_EACH(r, (v.part[i] >> 4) & 15);
+#endif
+    return r;
+}
+
+// start[lane] + sum over 4 of w[lane][j] * x[j], exact. Weights are 0 .. 255 with AVX512-VNNI, else -128 .. 127 (or
+// nibbles); activations -127 .. 127.
+OUTPACE_INLINE Ints dot4(const Ints& start, const Bytes& w, const int8_t* x) {
+    Ints r;
+#if defined(__AVX512VNNI__)
+    int32_t four;
+    std::memcpy(&four, x, 4);
+    r.part[0] = (IntPart)_mm512_dpbusd_epi32((__m512i)start.part[0], (__m512i)w.part[0], _mm512_set1_epi32(four));
+#elif defined(__AVX2__)
+    // The instruction multiplies unsigned by signed and saturates at 16 bits; |w| * (x with w's sign) is at most
+    // 2 * 128 * 127 and fits.
+    int32_t four;
+    std::memcpy(&four, x, 4);
+    const __m256i activations = _mm256_set1_epi32(four), ones = _mm256_set1_epi16(1);
+    unroll<PARTS>([&](auto i) __attribute__((always_inline)) {
+        const __m256i weights = (__m256i)w.part[i];
+        const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(weights), _mm256_sign_epi8(activations, weights));
+        const __m256i fours = _mm256_madd_epi16(pairs, ones);
+        r.part[i] = (IntPart)_mm256_add_epi32((__m256i)start.part[i], fours);
+    });
+#else
+    int8_t weights[64];
+    std::memcpy(weights, &w, 64);
+    int32_t lanes[LANES];
+    std::memcpy(lanes, &start, sizeof lanes);
+    for (int lane = 0; lane < LANES; ++lane) {
+        lanes[lane] += weights[4 * lane] * x[0] + weights[4 * lane + 1] * x[1] + weights[4 * lane + 2] * x[2] +
+                       weights[4 * lane + 3] * x[3];
+    }
+    std::memcpy(&r, lanes, sizeof r);
+#endif
+    return r;
+}
+
+// 16 float16 values.
+OUTPACE_INLINE Floats load_half(const uint8_t* from) {
+    Floats r;
+#if defined(__AVX512F__)
+    r.part[0] = (FloatPart)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+#elif defined(__AVX2__)
+    OUTPACE_EACH(r, (FloatPart)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from) + i)));
+#else
+    float values[LANES];
+    for (int i = 0; i < LANES; ++i) {
+        uint16_t half;
+        std::memcpy(&half, from + 2 * i, 2);
+        const uint32_t sign = static_cast<uint32_t>(half & 0x8000) << 16, exponent = half >> 10 & 31;
+        const uint32_t mantissa = half & 1023;
+        if (exponent == 0) {
+            const float value = static_cast<float>(mantissa) * 0x1p-24f;
+            values[i] = sign ? -value : value;
+        } else {
+            const uint32_t f = sign | (exponent == 31 ? 255u : exponent + 112u) << 23 | mantissa << 13;
+            std::memcpy(values + i, &f, 4);
+        }
+    }
+    r = load(values);
+#endif
+    return r;
+}
+
+constexpr float ROUND = 12582912.0f;  // 1.5 * 2^23: x + ROUND rounds x to a whole number, half to even, in its low bits
+
+// e^x within 2 units in the last place; 0 below -87.3, 2^127.4 above 88.3; NaN stays NaN.
+OUTPACE_INLINE Floats exp(const Floats& x) {
+    const Floats low = fill(-87.33f), high = fill(88.3f);
+    Floats t = choose(x > high, high, x);
+    t = choose(low > t, low, t);
+    const Floats shifted = fma(t, fill(1.44269504f), fill(ROUND));  // n = round(x / ln 2) in the low bits
+    const Floats n = shifted - fill(ROUND);
+    Floats f = fma(n, fill(-0.693359375f), t);  // x - n * ln 2, ln 2 in two parts (Cephes)
+    f = fma(n, fill(2.12194440e-4f), f);
+    Floats p = fill(1.9875691500e-4f);
+    p = fma(p, f, fill(1.3981999507e-3f));
+    p = fma(p, f, fill(8.3334519073e-3f));
+    p = fma(p, f, fill(4.1665795894e-2f));
+    p = fma(p, f, fill(1.6666665459e-1f));
+    p = fma(p, f, fill(5.0000001201e-1f));
+    p = fma(p, f * f, f) + fill(1.0f);
+    const Ints power = shift_left(bits(shifted) - bits(fill(ROUND)) + fill(int32_t(127)), 23);
+    return choose(low > x, fill(0.0f), p * from_bits(power));
+}
+
+// The first n (1 .. 16) of 16 lanes, the others 0.
+OUTPACE_INLINE Floats load_some(const float* from, int n) {
+    if (n >= LANES) return load(from);
+    float a[LANES] = {};
+    for (int i = 0; i < n; ++i) a[i] = from[i];
+    return load(a);
+}
+
+OUTPACE_INLINE void store_some(float* to, const Floats& v, int n) {
+    if (n >= LANES) {
+        store(to, v);
+    } else {
+        float a[LANES];
+        store(a, v);
+        for (int i = 0; i < n; ++i) to[i] = a[i];
+    }
+}
+
+}  // namespace
+}  // namespace outpace

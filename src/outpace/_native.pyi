@@ -1,0 +1,91 @@
+"""The C++ core (csrc/bindings.cpp). Arrays are C-contiguous and of exactly the type that is written."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+F32 = NDArray[np.float32]
+I8 = NDArray[np.int8]
+I64 = NDArray[np.int64]
+
+class Full(Exception):
+    """No slot, row or position is left."""
+
+def isa() -> str:
+    """The kernel family in use. Raises ValueError when OUTPACE_ISA names one that cannot run here."""
+
+def isas() -> list[str]:
+    """The kernel families that can run here, fastest first."""
+
+def matmul_int8(x: F32, q: I8, scale: F32, offset: F32 | None, threads: int = 1, allow_int4: bool = True) -> F32:
+    """One product as the model computes it, for tests: x [rows, in] and a matrix in groups -> [rows, out]."""
+
+def matmul_f32(x: F32, weight: F32, threads: int = 1) -> F32:
+    """x [rows, in], weight [out, in] -> [rows, out]."""
+
+class Model:
+    """Weights, KV cache and forward pass. ValueError: a bad argument; Full: no room; MemoryError: no memory."""
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        hidden_size: int,
+        intermediate_size: int,
+        layers: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        eps: float,
+        tied: bool,
+        qk_norm: bool,
+        experts: int,
+        experts_used: int,
+        expert_ffn_size: int,
+        shared_ffn_size: int,
+        expert_scale: float,
+        norm_topk: bool,
+        windows: Sequence[int],
+        moe: Sequence[int],
+        frequencies: Sequence[float],
+        rotary_factor: float,
+        slots: int,
+        positions: int,
+        rows: int,
+        threads: int,
+    ) -> None: ...
+    def put_int8(self, name: str, q: I8, scale: F32, offset: F32 | None, inputs: int) -> None: ...
+    def put_f32(self, name: str, weight: F32) -> None: ...
+    def put_vector(self, name: str, vector: F32) -> None: ...
+    def ready(self) -> None:
+        """Checks that the weights are complete; forward works from here on."""
+
+    def forward(
+        self,
+        slots: Sequence[int],
+        counts: Sequence[int],
+        tokens: I64,
+        parents: I64,
+        wanted: I64,
+        logits: F32,
+        taps: Sequence[int],
+        tapped: F32,
+    ) -> None:
+        """tokens, parents: [rows], parents within their share. wanted: ascending rows of the pass. Fills logits
+        [wanted, vocab_size] and tapped [taps, rows, hidden_size]."""
+
+    def new_slot(self) -> int: ...
+    def free_slot(self, slot: int) -> None: ...
+    def fork_slot(self, slot: int) -> int: ...
+    def length(self, slot: int) -> int: ...
+    def commit(self, slot: int, rows: Sequence[int]) -> None: ...
+    def truncate(self, slot: int, length: int) -> None: ...
+    @property
+    def threads(self) -> int: ...
+    @property
+    def isa(self) -> str: ...
+    @property
+    def weight_bytes(self) -> int: ...
+    @property
+    def cache_bytes(self) -> int: ...

