@@ -1,0 +1,246 @@
+"""The CPU backend: the whole forward pass in one call of the C++ core (csrc/, built as outpace._native).
+
+Neighbours: base.py is the contract, models/names.py lists the tensors, models/quantise.py holds the int8 rules that the
+core follows and models/decoder.py the mathematics. This module hands the weights over, one at a time, and turns a batch
+into arrays; every check of a pass is made once, in C++, before anything changes.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import numpy as np
+
+from ..config import ModelConfig
+from ..models.names import expected_tensors, is_matrix
+from ..models.quantise import quantise_weights
+from ..models.rotary import rotary_frequencies
+from ..types import F32, CapacityError, ModelError, OutpaceError, UsageError
+from ..weights.weight_map import WeightMap
+from .base import Capacity, Pass, Rows
+
+try:
+    from .. import _native
+except ImportError as error:
+    raise OutpaceError(
+        f"outpace's native core is missing or damaged ({error}); build it with: pip install . (this needs g++)"
+    ) from None
+
+Precision = Literal["int8", "f32"]
+T = TypeVar("T")
+
+
+class NativeBackend:
+    """A model on this machine's processor. Takes its tensors out of `weights` (canonical names, models/names.py).
+
+    precision: "int8" holds matrices in groups of 32 (exactly, where the file's kind allows it; rounded otherwise) and
+    rounds activations to 8 bits; "f32" keeps everything in float32. slots: sequences at once. positions: tokens a slot
+    holds; the model's own limit by default. rows: rows a pass takes. threads: 1 to 256; None: the usable cores. Memory
+    for the cache grows with use. The environment variable OUTPACE_ISA forces a kernel family (avx512vnni, avx2,
+    portable).
+
+    Raises UsageError for an argument out of range or a family that cannot run here, ModelError when a tensor is missing
+    or has the wrong shape, CapacityError when memory does not suffice.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: WeightMap,
+        *,
+        precision: Precision = "int8",
+        slots: int = 8,
+        positions: int | None = None,
+        rows: int = 512,
+        threads: int | None = None,
+    ) -> None:
+        if precision not in ("int8", "f32"):
+            raise UsageError(f"precision must be int8 or f32, got {precision!r}")
+        threads = usable_cores() if threads is None else threads
+        positions = config.max_position_embeddings if positions is None else positions
+        for name, value, most in (
+            ("slots", slots, 2**20),
+            ("positions", positions, 2**30),
+            ("rows", rows, 2**20),
+            ("threads", threads, 256),
+        ):
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+                raise UsageError(f"{name} must be a whole number in 1 .. {most}, got {value!r}")
+        self.config = config
+        self.capacity = Capacity(slots, positions, rows)
+        frequencies, factor = rotary_frequencies(config)
+        layers = range(config.num_hidden_layers)
+        self._model = _guard(
+            lambda: _native.Model(
+                vocab_size=config.vocab_size,
+                hidden_size=config.hidden_size,
+                intermediate_size=config.intermediate_size,
+                layers=config.num_hidden_layers,
+                heads=config.num_attention_heads,
+                kv_heads=config.num_key_value_heads,
+                head_dim=config.head_dim,
+                eps=config.rms_norm_eps,
+                tied=config.tie_word_embeddings,
+                qk_norm=config.qk_norm,
+                experts=config.num_experts,
+                experts_used=config.num_experts_used,
+                expert_ffn_size=config.expert_ffn_size,
+                shared_ffn_size=config.shared_expert_ffn_size,
+                expert_scale=config.expert_weights_scale,
+                norm_topk=config.norm_topk_prob,
+                windows=[min(config.window(layer) or 0, 2**30) for layer in layers],
+                moe=[int(config.is_moe(layer)) for layer in layers],
+                frequencies=frequencies.tolist(),
+                rotary_factor=factor,
+                slots=slots,
+                positions=positions,
+                rows=rows,
+                threads=threads,
+            )
+        )
+        for name, shape in expected_tensors(config).items():
+            self._put(name, shape, weights, precision)
+        _guard(self._model.ready)
+
+    @property
+    def isa(self) -> str:
+        """The kernel family in use."""
+        return self._model.isa
+
+    @property
+    def threads(self) -> int:
+        return self._model.threads
+
+    @property
+    def memory(self) -> tuple[int, int]:
+        """Bytes that the weights and the cache hold now."""
+        return self._model.weight_bytes, self._model.cache_bytes
+
+    def new_slot(self) -> int:
+        return _guard(self._model.new_slot)
+
+    def free_slot(self, slot: int) -> None:
+        _guard(lambda: self._model.free_slot(_index(slot)))
+
+    def fork_slot(self, slot: int) -> int:
+        return _guard(lambda: self._model.fork_slot(_index(slot)))
+
+    def length(self, slot: int) -> int:
+        return _guard(lambda: self._model.length(_index(slot)))
+
+    def commit(self, slot: int, rows: Sequence[int]) -> None:
+        _guard(lambda: self._model.commit(_index(slot), [_index(row) for row in rows]))
+
+    def truncate(self, slot: int, length: int) -> None:
+        _guard(lambda: self._model.truncate(_index(slot), _index(length)))
+
+    def forward(self, batch: Sequence[Rows], taps: Sequence[int] = ()) -> Pass:
+        counts = [len(share.tokens) for share in batch]
+        total = sum(counts)
+        if total > self.capacity.rows:
+            raise CapacityError(f"a pass takes at most {self.capacity.rows} rows, got {total}")
+        wanted: list[int] = []
+        start = 0
+        for share, count in zip(batch, counts, strict=True):
+            rows = range(count) if share.logits is None else share.logits
+            if share.logits is not None and any(not 0 <= row < count for row in rows):
+                raise UsageError(f"logits rows must be ascending and in 0 .. {count - 1}")
+            wanted.extend(start + row for row in rows)
+            start += count
+        tokens = _indices(chain.from_iterable(share.tokens for share in batch))
+        parents = _indices(
+            chain.from_iterable(
+                range(-1, count - 1) if share.parents is None else _parents(share.parents, count)
+                for share, count in zip(batch, counts, strict=True)
+            )
+        )
+        taps = [_index(tap) for tap in taps]
+        try:
+            logits: F32 = np.empty((len(wanted), self.config.vocab_size), dtype=np.float32)
+            tapped: F32 = np.empty((len(taps), total, self.config.hidden_size), dtype=np.float32)
+        except MemoryError:
+            raise CapacityError("not enough memory for the results of a pass; take fewer rows") from None
+        slots = [_index(share.slot) for share in batch]
+        _guard(
+            lambda: self._model.forward(slots, counts, tokens, parents, _indices(wanted), logits, list(taps), tapped)
+        )
+        return Pass(logits, {tap: tapped[i] for i, tap in enumerate(taps)})
+
+    def _put(self, name: str, shape: tuple[int, ...], weights: WeightMap, precision: Precision) -> None:
+        """Hands one tensor to the core, which keeps its own copy; the source is let go at once."""
+        if not weights.has(name):
+            raise ModelError(f"tensor {name} is missing")
+        tensor = weights.take_tensor(name)
+        if tuple(tensor.shape) != shape:
+            raise ModelError(f"tensor {name} has shape {list(tensor.shape)}, expected {list(shape)}")
+        if len(shape) == 1:
+            vector = np.ascontiguousarray(tensor.f32())
+            _guard(lambda: self._model.put_vector(name, vector))
+        elif precision == "f32" or not is_matrix(name, shape):
+            matrix = np.ascontiguousarray(tensor.f32())
+            _guard(lambda: self._model.put_f32(name, matrix))
+        else:
+            groups = tensor.groups()
+            if groups is None:
+                groups = quantise_weights(tensor.f32())
+            q, scale = np.ascontiguousarray(groups.q), np.ascontiguousarray(groups.scale)
+            offset = None if groups.offset is None else np.ascontiguousarray(groups.offset)
+            _guard(lambda: self._model.put_int8(name, q, scale, offset, shape[1]))
+
+
+def usable_cores() -> int:
+    """Cores that this process may use: its affinity, cut by a control group's quota (cgroup v2 or v1)."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _quota()
+    return max(1, min(cores, 256, cores if quota is None else math.ceil(quota)))
+
+
+def _quota() -> float | None:
+    """CPUs that the control group grants, None for no limit."""
+    try:
+        limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return None if limit == "max" else int(limit) / int(period)
+    except (OSError, ValueError, ZeroDivisionError):
+        pass
+    try:
+        folder = Path("/sys/fs/cgroup/cpu")
+        limit, period = ((folder / f"cpu.cfs_{part}_us").read_text() for part in ("quota", "period"))
+        return int(limit) / int(period) if int(limit) > 0 else None
+    except (OSError, ValueError, ZeroDivisionError):
+        return None
+
+
+def _guard(call: Callable[[], T]) -> T:
+    """Runs a call into the core and gives its errors their types."""
+    try:
+        return call()
+    except _native.Full as error:
+        raise CapacityError(str(error)) from None
+    except MemoryError:
+        raise CapacityError("not enough memory for the model or its cache; use fewer slots or a smaller model") from None
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def _index(value: int) -> int:
+    """A whole number that fits the core's integers; what does not fit becomes -2, which no check lets through."""
+    try:
+        number = value.__index__()
+    except (AttributeError, TypeError):
+        raise UsageError(f"expected a whole number, got {value!r}") from None
+    return number if -(2**31) <= number < 2**31 else -2
+
+
+def _indices(values: object) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    return np.fromiter((_index(value) for value in values), dtype=np.int64)  # type: ignore[attr-defined]
+
+
+def _parents(parents: Sequence[int], count: int) -> Sequence[int]:
+    if len(parents) != count:
+        raise UsageError(f"parents must name an earlier row, or -1, for each row: {count} rows, {len(parents)} parents")
+    return parents

@@ -1,0 +1,555 @@
+"""The native core against the NumPy oracle, and its promise: a row's bits depend on nothing but the row."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+native = pytest.importorskip("outpace.backends.native", reason="the native core is not built")
+
+from outpace import _native  # noqa: E402
+from outpace.backends.base import Rows  # noqa: E402
+from outpace.backends.reference import ReferenceBackend  # noqa: E402
+from outpace.models.quantise import GroupMatrix, quantise_weights  # noqa: E402
+from outpace.types import CapacityError, ModelError, UsageError  # noqa: E402
+from outpace.weights.tensor import Groups  # noqa: E402
+from outpace.weights.weight_map import WeightMap  # noqa: E402
+
+NativeBackend = native.NativeBackend
+ISAS = _native.isas()
+
+
+def make(variant="qwen3", precision="int8", backend=NativeBackend, changes=None, **options):
+    config, arrays = tiny.random_model(variant, **(changes or {}))
+    return backend(config, WeightMap.from_tensors(dict(arrays)), precision=precision, **options)
+
+
+def ids(n, seed=1):
+    return [int(t) for t in np.random.default_rng(seed).integers(0, 67, n)]
+
+
+def run(backend, slot, tokens, **options):
+    return backend.forward([Rows(slot, tokens, **options)])
+
+
+def bits(array):
+    return np.ascontiguousarray(array).view(np.uint32)
+
+
+def same(a, b):
+    return a.shape == b.shape and np.array_equal(bits(a), bits(b))
+
+
+# ------------------------------------------------------------------------------------------------ matrix products
+
+
+def random_groups(out, width, *, offset=False, low=-128, high=128, half=False, seed=0):
+    random = np.random.default_rng(seed)
+    real = np.float16 if half else np.float32
+    shape = (out, width // 32)
+    scale = random.uniform(-0.1, 0.1, shape).astype(real).astype(np.float32)
+    shift = random.uniform(-1, 1, shape).astype(real).astype(np.float32) if offset else None
+    return Groups(random.integers(low, high, (out, width), dtype=np.int8), scale, shift)
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("offset", [False, True])
+@pytest.mark.parametrize(("low", "high"), [(-128, 127), (0, 16), (-8, 8)])
+def test_int8_product_follows_the_rule(low, high, offset, half):
+    groups = random_groups(37, 96, low=low, high=high, offset=offset, half=half)
+    x = np.random.default_rng(1).standard_normal((5, 96)).astype(np.float32)
+    x[1] = 0
+    x[2, :32] = 1e-38  # 127 / amax overflows
+    oracle = GroupMatrix(groups, 96)
+    expected = np.stack([oracle(row) for row in x])
+    y = _native.matmul_int8(x, groups.q, groups.scale, groups.offset)
+    np.testing.assert_allclose(y, expected, rtol=1e-6, atol=1e-6 * np.abs(expected).max())
+    wide = _native.matmul_int8(x, groups.q, groups.scale, groups.offset, allow_int4=False)
+    assert same(y, wide), "the 4-bit layout holds the same numbers"
+
+
+def test_extreme_weights_and_activations_do_not_saturate():
+    q = np.full((16, 64), -128, dtype=np.int8)
+    q[1::2] = 127
+    ones = np.ones((16, 2), dtype=np.float32)
+    x = np.full((1, 64), 127, dtype=np.float32)
+    x[0, 1::2] = -127
+    x[0, 2] = 126
+    expected = np.stack([GroupMatrix(Groups(q, ones, None), 64)(x[0])])
+    assert same(_native.matmul_int8(x, q, ones, None), expected)
+    x[:] = 127
+    expected = np.stack([GroupMatrix(Groups(q, ones, None), 64)(x[0])])
+    assert same(_native.matmul_int8(x, q, ones, None), expected)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=st.integers(1, 40),
+    out=st.integers(1, 70),
+    width=st.integers(1, 100),
+    threads=st.integers(1, 3),
+    seed=st.integers(0, 2**16),
+)
+def test_products_of_any_shape(rows, out, width, threads, seed):
+    random = np.random.default_rng(seed)
+    weight = random.standard_normal((out, width)).astype(np.float32)
+    x = random.standard_normal((rows, width)).astype(np.float32)
+    scale = np.abs(x).max() * np.abs(weight).max() * width
+    y = _native.matmul_f32(x, weight, threads)
+    np.testing.assert_allclose(y, x.astype(np.float64) @ weight.T.astype(np.float64), atol=1e-6 * scale)
+    groups = quantise_weights(weight)
+    oracle = GroupMatrix(groups, width)
+    z = _native.matmul_int8(x, groups.q, groups.scale, None, threads)
+    np.testing.assert_allclose(z, np.stack([oracle(row) for row in x]), atol=1e-6 * scale)
+    row = int(random.integers(rows))
+    assert same(y[row], _native.matmul_f32(x[row : row + 1], weight)[0])
+    assert same(z[row], _native.matmul_int8(x[row : row + 1], groups.q, groups.scale, None)[0])
+
+
+def test_nan_in_an_activation_reaches_the_result_and_no_other_row():
+    groups = random_groups(32, 64)
+    x = np.random.default_rng(2).standard_normal((3, 64)).astype(np.float32)
+    clean = _native.matmul_int8(x, groups.q, groups.scale, None)
+    x[1, 40] = np.nan
+    y = _native.matmul_int8(x, groups.q, groups.scale, None)
+    assert np.isnan(y[1]).all()
+    assert same(y[[0, 2]], clean[[0, 2]])
+
+
+def test_product_refuses_arrays_that_do_not_fit():
+    groups = random_groups(16, 64)
+    x = np.zeros((2, 64), dtype=np.float32)
+    for arguments in (
+        (np.zeros((2, 96), np.float32), groups.q, groups.scale, None),
+        (x, groups.q[:, :40].copy(), groups.scale, None),
+        (x, groups.q, groups.scale[:, :1].copy(), None),
+        (x, groups.q, groups.scale, groups.scale[:3].copy()),
+        (np.zeros((0, 64), np.float32), groups.q, groups.scale, None),
+    ):
+        with pytest.raises(ValueError, match=r"."):
+            _native.matmul_int8(*arguments)
+    for arguments in (
+        (x.astype(np.float64), groups.q, groups.scale, None),
+        (x, groups.q.T, groups.scale, None),
+        (x[:, ::2], groups.q, groups.scale, None),
+        (x, groups.q, groups.scale.tolist(), None),
+    ):
+        with pytest.raises(TypeError):
+            _native.matmul_int8(*arguments)
+    for threads in (0, 257):
+        with pytest.raises(ValueError, match="threads"):
+            _native.matmul_int8(x, groups.q, groups.scale, None, threads)
+
+
+# ------------------------------------------------------------------------------------------------ against the oracle
+
+
+def compare(variant, precision, changes=None, prompt=40):
+    """Prompt, then a tree, then a commit and another row: logits and taps of both backends."""
+    backends = [make(variant, precision, b, changes, slots=2) for b in (ReferenceBackend, NativeBackend)]
+    taps = tuple(range(-1, backends[0].config.num_hidden_layers + 1))
+    results = []
+    for backend in backends:
+        slot = backend.new_slot()
+        passes = [backend.forward([Rows(slot, ids(prompt))], taps)]
+        backend.commit(slot, range(prompt))
+        passes.append(backend.forward([Rows(slot, [3, 4, 5, 6, 7], parents=[-1, 0, 0, 2, 1])], taps))
+        backend.commit(slot, [0, 2, 3])
+        passes.append(backend.forward([Rows(slot, [9, 10], logits=[1])], taps))
+        results.append(passes)
+    for reference, ours in zip(*results, strict=True):
+        yield reference.logits, ours.logits
+        for tap in taps:
+            yield reference.taps[tap], ours.taps[tap]
+
+
+@pytest.mark.parametrize("variant", list(tiny.VARIANTS))
+def test_f32_agrees_with_the_oracle(variant):
+    for reference, ours in compare(variant, "f32"):
+        np.testing.assert_allclose(ours, reference, atol=2e-5 * np.abs(reference).max())
+
+
+@pytest.mark.parametrize("variant", list(tiny.VARIANTS))
+def test_int8_agrees_with_the_oracle(variant):
+    assert_int8_agrees(compare(variant, "int8"))
+
+
+def assert_int8_agrees(pairs):
+    """Equal up to float round-off, but where round-off tips an activation over a rounding edge: from there on the rows
+    that see it differ by the little that one step of one activation makes. A wrong program is far off."""
+    errors = []
+    for reference, ours in pairs:
+        errors.extend(np.abs(ours - reference).max(axis=1) / np.abs(reference).max())
+    assert np.mean(np.array(errors) < 2e-5) > 0.25  # the embedding tap alone is less than that
+    assert max(errors) < 0.03
+
+
+ODD = {
+    "vocab_size": 67,
+    "hidden_size": 50,
+    "intermediate_size": 41,
+    "num_attention_heads": 5,
+    "num_key_value_heads": 1,
+    "head_dim": 6,
+}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ODD,
+        ODD | {"num_attention_heads": 1, "head_dim": 2},
+        {"head_dim": 80, "num_attention_heads": 6, "num_key_value_heads": 2},
+        {"head_dim": 144, "num_attention_heads": 7, "num_key_value_heads": 1, "num_hidden_layers": 1},
+    ],
+)
+@pytest.mark.parametrize("variant", ["qwen3", "tied", "sliding", "mlp_bias"])
+def test_odd_shapes(variant, changes):
+    for reference, ours in compare(variant, "f32", changes, prompt=20):
+        np.testing.assert_allclose(ours, reference, atol=2e-5 * np.abs(reference).max())
+    assert_int8_agrees(compare(variant, "int8", changes, prompt=20))
+
+
+@pytest.mark.parametrize("variant", ["qwen3", "sliding"])
+def test_far_positions(variant):
+    """Beyond one chunk of attention (256 positions), with partial results joined."""
+    changes = {"max_position_embeddings": 2048, "num_hidden_layers": 2}
+    if variant == "sliding":
+        changes["sliding_window"] = 300
+    reference, ours = (make(variant, "f32", b, changes) for b in (ReferenceBackend, NativeBackend))
+    prompt = ids(700)
+    passes = []
+    for backend in (reference, ours):
+        slot = backend.new_slot()
+        for start in (0, 350):
+            part = prompt[start : start + 350]
+            result = backend.forward([Rows(slot, part, logits=[349])])
+            backend.commit(slot, range(350))
+        passes += [result.logits, run(backend, slot, [5, 6, 7], parents=[-1, -1, 1]).logits]
+    for a, b in ((passes[0], passes[2]), (passes[1], passes[3])):
+        np.testing.assert_allclose(b, a, atol=2e-5 * np.abs(a).max())
+
+
+# ------------------------------------------------------------------------------------------------ bits
+
+
+def one_by_one(backend, tokens):
+    """Logits of each token when every pass has one row."""
+    slot = backend.new_slot()
+    rows = []
+    for token in tokens:
+        rows.append(run(backend, slot, [token]).logits[0])
+        backend.commit(slot, [0])
+    backend.free_slot(slot)
+    return np.stack(rows)
+
+
+@pytest.mark.parametrize("precision", ["int8", "f32"])
+@pytest.mark.parametrize("variant", ["qwen3", "sliding", "moe_shared", "bias"])
+def test_rows_keep_their_bits(variant, precision):
+    """Any number of rows, threads and chunks, any company, tree or chain."""
+    changes = {"max_position_embeddings": 400}
+    tokens = ids(90)
+    expected = one_by_one(make(variant, precision, changes=changes, threads=1), tokens)
+    for threads in (1, 2, 3):
+        backend = make(variant, precision, changes=changes, threads=threads, slots=4)
+        for chunk in [*range(1, 21), 64, 90]:
+            slot, at = backend.new_slot(), 0
+            while at < len(tokens):
+                part = tokens[at : at + chunk]
+                assert same(run(backend, slot, part).logits, expected[at : at + chunk]), (threads, chunk, at)
+                backend.commit(slot, range(len(part)))
+                at += chunk
+            backend.free_slot(slot)
+
+
+@pytest.mark.parametrize("precision", ["int8", "f32"])
+@pytest.mark.parametrize("variant", ["qwen3", "sliding", "moe"])
+def test_company_and_trees_keep_the_bits(variant, precision):
+    backend = make(variant, precision, threads=2, slots=4)
+    prompts = [ids(61, 3), ids(7, 4), ids(33, 5)]
+    slots = [backend.new_slot() for _ in prompts]
+    together = backend.forward([Rows(s, p) for s, p in zip(slots, prompts, strict=True)]).logits
+    at = 0
+    for slot, prompt in zip(slots, prompts, strict=True):
+        assert same(together[at : at + len(prompt)], one_by_one(backend, prompt))
+        at += len(prompt)
+        backend.commit(slot, range(len(prompt)))
+    # A tree over a block's edge (61 .. 66), beside chains of the others; every path equals the plain run of it.
+    tokens, parents = [1, 2, 3, 4, 5, 6, 7, 8, 9], [-1, 0, -1, 0, 2, 3, 5, 6, 4]
+    tree = backend.forward([Rows(slots[1], [5, 6]), Rows(slots[0], tokens, parents), Rows(slots[2], [7])]).logits[2:-1]
+    for row in range(len(tokens)):
+        path = [row]
+        while parents[path[0]] >= 0:
+            path.insert(0, parents[path[0]])
+        plain = one_by_one(backend, prompts[0] + [tokens[r] for r in path])
+        assert same(tree[row], plain[-1]), row
+    # The branch that stays is as if it had been fed alone.
+    backend.commit(slots[0], [0, 3, 5, 6, 7])
+    after = run(backend, slots[0], [11, 12]).logits
+    assert same(after, one_by_one(backend, [*prompts[0], 1, 4, 6, 7, 8, 11, 12])[-2:])
+
+
+def test_chunks_of_attention_keep_the_bits_over_threads_and_rows():
+    changes = {"max_position_embeddings": 1024, "num_hidden_layers": 1}
+    tokens = ids(600)
+    expected = None
+    for threads, chunk in ((1, 512), (3, 77), (2, 1)):
+        backend = make("qwen3", changes=changes, threads=threads)
+        slot, rows = backend.new_slot(), []
+        for at in range(0, len(tokens), chunk):
+            part = tokens[at : at + chunk]
+            rows.append(run(backend, slot, part).logits)
+            backend.commit(slot, range(len(part)))
+        rows = np.concatenate(rows)
+        expected = rows if expected is None else expected
+        assert same(rows, expected)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.data())
+def test_any_history_of_a_slot_equals_a_fresh_run(data):
+    """Random appends, trees, commits, truncations and forks: what is committed decides the bits."""
+    backend = history_backend()
+    slots = {backend.new_slot(): []}
+    try:
+        for _ in range(data.draw(st.integers(1, 8))):
+            slot = data.draw(st.sampled_from(sorted(slots)))
+            action = data.draw(st.sampled_from(["pass", "pass", "pass", "truncate", "fork"]))
+            if action == "truncate":
+                length = data.draw(st.integers(0, len(slots[slot])))
+                backend.truncate(slot, length)
+                del slots[slot][length:]
+            elif action == "fork" and len(slots) < 4:
+                slots[backend.fork_slot(slot)] = list(slots[slot])
+            elif action == "pass":
+                n = data.draw(st.integers(1, 30))
+                tokens = data.draw(st.lists(st.integers(0, 66), min_size=n, max_size=n))
+                parents = [data.draw(st.integers(max(-1, i - 3), i - 1)) for i in range(n)]
+                run(backend, slot, tokens, parents=parents)
+                path, row = [], data.draw(st.integers(-1, n - 1))
+                while row >= 0:
+                    path.insert(0, row)
+                    row = parents[row]
+                if data.draw(st.booleans()) and len(slots) < 4:
+                    slots[backend.fork_slot(slot)] = list(slots[slot])
+                backend.commit(slot, path)
+                slots[slot] += [tokens[r] for r in path]
+            assert backend.length(slot) == len(slots[slot])
+        for slot, tokens in slots.items():
+            assert same(run(backend, slot, [1]).logits[0], fresh_logits((*tokens, 1)))
+    finally:
+        for slot in slots:
+            backend.free_slot(slot)
+
+
+_kept = {}
+
+
+def history_backend():
+    if "slots" not in _kept:
+        _kept["slots"] = make("sliding", changes={"num_hidden_layers": 2, "max_position_embeddings": 300}, slots=5)
+    return _kept["slots"]
+
+
+def fresh_logits(tokens):
+    backend = history_backend()
+    slot = backend.new_slot()
+    result = run(backend, slot, list(tokens), logits=[len(tokens) - 1]).logits[0]
+    backend.free_slot(slot)
+    return result
+
+
+# ------------------------------------------------------------------------------------------------ memory
+
+
+def test_memory_grows_with_use_and_forks_share_it():
+    backend = make(changes={"max_position_embeddings": 10**6}, slots=3)
+    empty = backend.memory[1]
+    assert empty == 0
+    slot = backend.new_slot()
+    run(backend, slot, ids(100))
+    backend.commit(slot, range(100))
+    two_blocks = backend.memory[1]
+    fork = backend.fork_slot(slot)
+    assert backend.memory[1] == two_blocks
+    run(backend, fork, [1])
+    assert backend.memory[1] == two_blocks * 3 // 2  # only the block that is not full was copied
+    backend.free_slot(fork)
+    backend.truncate(slot, 64)
+    assert backend.memory[1] == two_blocks // 2
+    backend.free_slot(slot)
+    assert backend.memory[1] == 0
+
+
+def test_weights_are_taken_out_of_the_map():
+    config, arrays = tiny.random_model("tied")
+    weights = WeightMap.from_tensors(dict(arrays))
+    backend = NativeBackend(config, weights)
+    assert len(weights) == 0
+    assert backend.memory[0] < 0.5 * sum(array.nbytes for array in arrays.values())
+
+
+# ------------------------------------------------------------------------------------------------ bad input
+
+
+@pytest.mark.parametrize(
+    ("share", "error"),
+    [
+        (dict(tokens=[]), UsageError),
+        (dict(tokens=[67]), UsageError),
+        (dict(tokens=[-1]), UsageError),
+        (dict(tokens=[2**70]), UsageError),
+        (dict(tokens=[1.5]), UsageError),
+        (dict(tokens=[1, 2], parents=[-1, 1]), UsageError),
+        (dict(tokens=[1, 2], parents=[-1, -2]), UsageError),
+        (dict(tokens=[1, 2], parents=[-1]), UsageError),
+        (dict(tokens=[1, 2], logits=[2]), UsageError),
+        (dict(tokens=[1, 2], logits=[1, 0]), UsageError),
+        (dict(tokens=[1, 2], logits=[0, 0]), UsageError),
+        (dict(tokens=[1, 2], logits=[-1]), UsageError),
+        (dict(tokens=[1] * 120), CapacityError),
+        (dict(tokens=[1] * 600), CapacityError),
+        (dict(slot=1, tokens=[1]), UsageError),
+        (dict(slot=-1, tokens=[1]), UsageError),
+        (dict(slot=2**40, tokens=[1]), UsageError),
+    ],
+)
+def test_a_pass_that_is_refused_changes_nothing(share, error):
+    backend = make(slots=3)
+    slot = backend.new_slot()
+    run(backend, slot, ids(10))
+    backend.commit(slot, range(10))
+    expected = run(backend, slot, [1, 2], parents=[-1, -1]).logits
+    with pytest.raises(error) as caught:
+        backend.forward([Rows(share.pop("slot", slot), **share)])
+    assert "\n" not in str(caught.value)
+    backend.commit(slot, [1])  # the pending rows are still there
+    assert backend.length(slot) == 11
+    backend.truncate(slot, 10)
+    assert same(run(backend, slot, [1, 2], parents=[-1, -1]).logits, expected)
+
+
+def test_slots_are_checked():
+    backend = make(slots=2)
+    a = backend.new_slot()
+    backend.new_slot()
+    with pytest.raises(CapacityError, match="2 slots"):
+        backend.new_slot()
+    with pytest.raises(CapacityError):
+        backend.fork_slot(a)
+    with pytest.raises(UsageError, match="twice"):
+        backend.forward([Rows(a, [1]), Rows(a, [2])])
+    with pytest.raises(UsageError):
+        backend.forward([])
+    for taps in ((-2,), (4,), (2**40,)):
+        with pytest.raises(UsageError, match="tap"):
+            backend.forward([Rows(a, [1])], taps)
+    run(backend, a, [1, 2, 3], parents=[-1, 0, 0])
+    for rows in ([1], [0, 1, 2], [0, 3], [-1], [2**40], [1, 0], [0, 0]):
+        with pytest.raises(UsageError):
+            backend.commit(a, rows)
+    backend.commit(a, [0, 2])
+    with pytest.raises(UsageError):
+        backend.commit(a, [0])  # no rows are pending any more
+    backend.commit(a, [])
+    for length in (-1, 3, 2**40):
+        with pytest.raises(UsageError):
+            backend.truncate(a, length)
+    backend.free_slot(a)
+    for call in (backend.free_slot, backend.fork_slot, backend.length):
+        with pytest.raises(UsageError, match="not open"):
+            call(a)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"threads": 0},
+        {"threads": 257},
+        {"threads": True},
+        {"threads": 1.5},
+        {"slots": 0},
+        {"positions": 0},
+        {"rows": 0},
+        {"precision": "int3"},
+    ],
+)
+def test_options_are_checked(options):
+    with pytest.raises(UsageError, match=next(iter(options))):
+        make(**{"precision": "int8"} | options)
+
+
+def test_missing_and_misshapen_tensors_are_named():
+    config, arrays = tiny.random_model()
+    name = "model.layers.1.self_attn.k_proj.weight"
+    for change in ("missing", "shape"):
+        broken = dict(arrays)
+        tensor = broken.pop(name)
+        if change == "shape":
+            broken[name] = tensor[:-1]
+        with pytest.raises(ModelError, match=name.replace(".", r"\.")):
+            NativeBackend(config, WeightMap.from_tensors(broken))
+
+
+@pytest.mark.parametrize("precision", ["int8", "f32"])
+def test_nan_weights_give_nan_and_no_crash(precision):
+    for variant in ("qwen3", "moe_shared"):
+        config, arrays = tiny.random_model(variant)
+        arrays["model.layers.0.input_layernorm.weight"][:] = np.nan
+        backend = NativeBackend(config, WeightMap.from_tensors(arrays), precision=precision)
+        assert np.isnan(run(backend, backend.new_slot(), ids(20)).logits).all()
+
+
+def test_usable_cores_are_at_least_one():
+    assert 1 <= native.usable_cores() <= 256
+
+
+# ------------------------------------------------------------------------------------------------ kernel families
+
+_PRINT_BITS = """
+import hashlib, sys
+import test_native as t
+digest = hashlib.sha256()
+for variant in ("qwen3", "moe_shared", "sliding"):
+    for precision in ("int8", "f32"):
+        for reference, ours in t.compare(variant, precision):
+            assert abs(ours - reference).max() < 0.03 * abs(reference).max()
+            digest.update(ours.tobytes())
+groups = t.random_groups(40, 128, offset=True, half=True)
+x = t.np.random.default_rng(0).standard_normal((30, 128)).astype("f4")
+digest.update(t._native.matmul_int8(x, groups.q, groups.scale, groups.offset, 2).tobytes())
+print(t._native.isa(), digest.hexdigest())
+"""
+
+
+def run_python(code, **environment):
+    here = Path(__file__).parent
+    paths = [str(here), str(Path(native.__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))} | environment
+    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
+
+
+def test_every_kernel_family_gives_the_same_bits():
+    digests = {}
+    for isa in ISAS:
+        done = run_python(_PRINT_BITS, OUTPACE_ISA=isa)
+        assert done.returncode == 0, done.stderr
+        name, digests[isa] = done.stdout.split()
+        assert name == isa
+    assert len(set(digests.values())) == 1, digests
+
+
+def test_unknown_kernel_family_is_an_error():
+    done = run_python("import test_native as t; t.make()", OUTPACE_ISA="avx1024")
+    assert done.returncode == 1
+    assert "OUTPACE_ISA=avx1024 cannot run here; this machine has: " + ", ".join(ISAS) in done.stderr
+    assert "UsageError" in done.stderr
