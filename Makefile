@@ -6,13 +6,14 @@
 VENV := .venv
 BIN := $(VENV)/bin
 LOCK := requirements-dev.lock
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 MODEL ?= smollm2-135m
 PROMPT ?= Why is the sky blue?
 SOURCES := pyproject.toml README.md $(wildcard CMakeLists.txt) $(shell find src csrc -type f -not -name '*.pyc')
 
 .PHONY: demo test check clean
 .DELETE_ON_ERROR:
+.NOTPARALLEL:
 
 demo: $(VENV)/installed
 	@$(BIN)/outpace pull $(MODEL)
@@ -31,16 +32,17 @@ check: $(VENV)/test-tools $(VENV)/installed
 # The build tools go into .venv, so that a changed source is rebuilt in place (build/) and nothing is fetched again.
 $(VENV)/build-tools: $(LOCK) scripts/make_venv.sh
 	@scripts/make_venv.sh $(VENV)
+	@echo "fetching the build tools"
 	@$(PIP) install --constraint $(LOCK) scikit-build-core nanobind cmake ninja
 	@touch $@
 
 $(VENV)/test-tools: $(LOCK) $(VENV)/build-tools
-	@echo "installing the test tools"
+	@echo "fetching the test tools"
 	@$(PIP) install --requirement $(LOCK)
 	@touch $@
 
 $(VENV)/installed: $(SOURCES) $(VENV)/build-tools
-	@echo "building outpace"
+	@echo "building outpace (a minute or two)"
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) install --constraint $(LOCK) --no-build-isolation \
 		--config-settings=build-dir=build/make .
 	@touch $@

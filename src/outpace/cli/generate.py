@@ -73,7 +73,8 @@ def generate(
                 result = delta.result
         show("\n")
         if not quiet and result is not None:
-            note(statistics(result))
+            sampled = opts.with_defaults(loaded.defaults).temperature != 0
+            note(statistics(result) + (f", seed {result.seed}" if sampled else ""))
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:

@@ -35,8 +35,7 @@ def statistics(result: Result) -> str:
     ending = ", stopped by the token limit" if result.finish_reason == "length" else ""
     return (
         f"{stats.tokens_per_second:.1f} tokens/s, {stats.tokens} tokens in {stats.rounds} rounds "
-        f"({stats.tokens_per_round:.2f} tokens per round), drafted {stats.drafted}, accepted {stats.accepted}, "
-        f"seed {result.seed}{ending}"
+        f"({stats.tokens_per_round:.2f} tokens per round), drafted {stats.drafted}, accepted {stats.accepted}{ending}"
     )
 
 
