@@ -140,14 +140,16 @@ def test_taps(backend: Backend) -> None:
         assert np.abs(out.taps[lower] - out.taps[upper]).max() > 0.1
 
 
-def test_same_numbers_as_the_oracle(make: tiny.Make) -> None:
-    """Within rounding of int8 for some backends: the bound is far below the distance to any other model."""
+@pytest.mark.parametrize("name", tiny.BACKENDS)
+def test_same_numbers_as_the_oracle(name: str) -> None:
+    """Of the same precision, named by the end of the backend's name. Rounding of activations turns a last-bit
+    difference into a step of 1/127 now and then: int8 is compared on average."""
+    precision = name.rsplit("-", 1)[-1]
     for form in tiny.VARIANTS:
         model = tiny.random_model(form)
-        ours = fresh(make(*model), TOKENS)
-        oracle = fresh(tiny.BACKENDS["reference-f32"](*model), TOKENS)
-        correlation = np.corrcoef(ours.ravel(), oracle.ravel())[0, 1]
-        assert correlation > 0.98, form
+        oracle = fresh(tiny.BACKENDS[f"reference-{precision}"](*model), TOKENS)
+        difference = np.abs(fresh(tiny.BACKENDS[name](*model), TOKENS) - oracle)
+        assert (difference.max() < 1e-3) if precision == "f32" else (difference.mean() < 0.03 * oracle.std()), form
 
 
 # -------------------------------------------------------------------------------------------------- the transaction

@@ -100,6 +100,22 @@ def test_any_draft_at_any_round_gives_the_same_tokens(data: st.DataObject) -> No
     assert request.output == plain(prompt, 12, **opts)
 
 
+def test_tree_drafts_give_the_same_tokens() -> None:
+    random = np.random.default_rng(4)
+
+    def draft(state: State, n: int) -> Draft:
+        parents = tuple(int(random.integers(-1, i)) for i in range(n))
+        return Draft(tuple(random.integers(0, V, n).tolist()), parents=parents)
+
+    e = engine(FunctionDrafter(draft), 12)
+    paths = []
+    for name, prompt in itertools.product(SETTINGS, PROMPTS):
+        request = answer(e, prompt, 40, **SETTINGS[name])
+        assert request.output == plain(prompt, 40, **SETTINGS[name])
+        paths += [accepted for _, accepted in request.rounds]
+    assert max(paths) > 2
+
+
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_rules_that_promise_the_distribution_repeat_with_their_seed(rule: str) -> None:
     opts = {"temperature": 1.0, "rule": rule}
@@ -251,6 +267,14 @@ def test_the_next_turn_reads_only_what_is_new() -> None:
     assert second.stats.cached_prompt_tokens == len(first.tokens) - 1
     assert e.decoder.target.rows[0] == 3  # type: ignore[attr-defined]
     assert second.output == plain(turn, 6, temperature=0.0)
+
+
+def test_a_prompt_that_leaves_an_old_one_cuts_it_off() -> None:
+    e = engine(NgramDrafter())
+    answer(e, (1, 2, 3, 4, 0, 2), 9, temperature=0.0)
+    second = answer(e, (1, 2, 3, 1, 1), 9, temperature=0.0)
+    assert second.stats.cached_prompt_tokens == 3
+    assert second.output == plain((1, 2, 3, 1, 1), 9, temperature=0.0)
 
 
 def test_logprobs_come_with_every_token_and_do_not_depend_on_drafts() -> None:

@@ -184,3 +184,12 @@ def test_ties_of_experts_go_to_the_lowest_index() -> None:
     np.testing.assert_array_equal(run((config, arrays)), run((config, without)))
     without = {k: (np.zeros_like(v) if ".experts.1." in k else v) for k, v in arrays.items()}
     assert np.abs(run((config, arrays)) - run((config, without))).max() > 0.1
+
+
+def test_expert_weights_scale_multiplies_the_experts() -> None:
+    config, arrays = tiny.random_model("moe_scaled")
+    assert config.expert_weights_scale == 1.7
+    plain, _ = tiny.random_model("moe_scaled", expert_weights_scale=1.0)
+    louder = {k: (v * np.float32(1.7) if ".experts." in k and "down_proj" in k else v) for k, v in arrays.items()}
+    np.testing.assert_allclose(run((config, arrays)), run((plain, louder)), atol=1e-3)
+    assert np.abs(run((config, arrays)) - run((plain, arrays))).max() > 0.1

@@ -101,6 +101,7 @@ def test_greedy_takes_the_lowest_id_on_a_tie() -> None:
 def test_ties_at_the_edge_of_a_filter_go_to_the_lowest_id() -> None:
     flat = np.zeros(6, dtype=np.float32)
     assert kept(flat, top_k=2) == [0, 1]
+    assert kept(np.array([2, 3, 2, 2], dtype=np.float32), top_k=2) == [0, 1]
     assert kept(flat, top_p=0.5) == [0, 1, 2]
     assert kept(LOGITS, top_k=1) == [1]
 

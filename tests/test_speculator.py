@@ -125,6 +125,8 @@ def test_one_generator_can_play_both_sides() -> None:
 def test_an_unrelated_context_starts_over() -> None:
     s = table()
     s.verify([1, 2, 3, 4], [0, 1])
+    s.propose([1, 2, 3, 4, 0, 1], 2)
+    s.generator.rows_computed = 6
     found = s.verify([1, 4, 4], [2]).probs[0]
     logits = table_logits([1, 4, 4], 5).astype(np.float64)
     np.testing.assert_allclose(found, np.exp(logits) / np.exp(logits).sum())

@@ -198,7 +198,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "banned": {"banned_tokens": (1,)},
     "bad_words": {"bad_words": ((0, 2), (1, 1))},
     "allowed": {"allowed_tokens": (0, 2)},
-    "min_tokens": {"min_tokens": 3, "stop_tokens": (2,)},
+    "min_tokens": {"min_tokens": 2, "stop_tokens": (2,)},
     "all": {"temperature": 0.8, "top_k": 2, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.2,
             "presence_penalty": 0.3, "frequency_penalty": 0.2, "logit_bias": {1: 0.5}},
 }  # fmt: skip

@@ -1,7 +1,7 @@
 """Tiny models for tests: the exact model of the seed contract, and independent random ones in many variants.
 
 Arrays carry Hugging Face names and PyTorch shapes. `BACKENDS` lists every backend that the contract's suite runs on:
-add one line and it is tested.
+add one line and it is tested. A backend's name ends in its precision, "-f32" or "-int8".
 """
 
 from __future__ import annotations

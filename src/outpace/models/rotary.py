@@ -26,7 +26,8 @@ def rotary_frequencies(config: ModelConfig) -> tuple[F32, float]:
     if scaling.kind == "linear":
         return frequencies / np.float32(scaling.factor), 1.0
     if scaling.kind == "factors":
-        return frequencies / np.array(scaling.factors, dtype=np.float32), 1.0
+        divisors: F32 = np.array(scaling.factors, dtype=np.float32)
+        return frequencies / divisors, 1.0
     if scaling.kind == "llama3":
         return _llama3(frequencies, scaling), 1.0
     return _yarn(frequencies, config.rope_theta, scaling), _yarn_attention_factor(scaling)
