@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_folder
 from typer.testing import CliRunner, Result
 
 import outpace
+import tiny_folder
 from outpace import api
 from outpace.cli import app
 from outpace.types import SampleOpts, UsageError
@@ -348,7 +348,7 @@ def test_errors_of_a_process_are_one_line(tmp_path: Path) -> None:
 
 
 def test_a_reader_that_leaves_early_is_no_error() -> None:
-    script = f"""
+    script = """
 import os, sys
 from outpace.cli.command import command
 from outpace.cli.terminal import show

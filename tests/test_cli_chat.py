@@ -194,13 +194,15 @@ def test_save_load_reset(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     assert second.messages == said("system", "S")
 
 
-@pytest.mark.parametrize("content", [b"[", b"{}", b"[]", b'[{"role": "king", "content": "x"}]', b"\xff", b"[" * 100_000])
+@pytest.mark.parametrize(
+    "content", [b"[", b"{}", b"[]", b'[{"role": "king", "content": "x"}]', b"\xff", b"[" * 100_000]
+)
 def test_a_damaged_conversation_is_refused(content: bytes, tmp_path: Path) -> None:
     file = tmp_path / "talk.json"
     file.write_bytes(content)
     session = Session(FakeModel([]), SampleOpts(), quiet=True)  # type: ignore[arg-type]
     session.messages = said("user", "kept")
-    with pytest.raises(UsageError, match="talk.json"):
+    with pytest.raises(UsageError, match=r"talk\.json"):
         session.load(str(file))
     assert session.messages == said("user", "kept")
 

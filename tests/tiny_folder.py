@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import tiny
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+import tiny
 from outpace.weights.safetensors import write_safetensors
 
 CONTROLS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
