@@ -9,7 +9,7 @@ Neighbours: engine.py runs the requests; here names become files, text becomes t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -241,12 +241,12 @@ class LanguageModel:
         speculate: bool = True,
         taps: Sequence[int] = (),
         **changes: Any,
-    ) -> Iterator[Delta]:
+    ) -> Generator[Delta]:
         """Like `generate`, a Delta per round. Closing the iterator (or Ctrl-C) cancels; the model stays usable."""
         request = self._submit(prompt, opts, speculate, taps, changes)
         return self._deltas(request)
 
-    def _deltas(self, request: Request) -> Iterator[Delta]:
+    def _deltas(self, request: Request) -> Generator[Delta]:
         shown = logged = 0
         try:
             while not request.finish:
@@ -273,7 +273,7 @@ class LanguageModel:
         prompt, more = self._prompt(messages, more)
         return self.generate(prompt, opts, **more)
 
-    def chat_stream(self, messages: Messages, opts: SampleOpts | None = None, **more: Any) -> Iterator[Delta]:
+    def chat_stream(self, messages: Messages, opts: SampleOpts | None = None, **more: Any) -> Generator[Delta]:
         """Like `chat`, a Delta per round."""
         prompt, more = self._prompt(messages, more)
         return self.stream(prompt, opts, **more)

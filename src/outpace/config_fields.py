@@ -67,6 +67,7 @@ def _show_int(value: int) -> str:
 
 
 def check_int(name: str, value: object, low: int, high: int) -> int:
+    """The value as an int from low to high. Raises ModelError naming the field."""
     if isinstance(value, np.integer):
         value = int(value)
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
@@ -77,6 +78,7 @@ def check_int(name: str, value: object, low: int, high: int) -> int:
 def check_number(
     name: str, value: object, *, low: float = -math.inf, high: float = math.inf, above: float = -math.inf
 ) -> float:
+    """The value as a finite float, low <= value <= high and value > above. Raises ModelError naming the field."""
     if isinstance(value, (np.integer, np.floating)):
         value = value.item()
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 10**30:

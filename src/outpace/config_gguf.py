@@ -35,6 +35,7 @@ _REFUSED = (  # switches of other models' forward passes; zero or absent in ours
 
 
 def from_gguf(metadata: Mapping[str, Any], shapes: Mapping[str, Sequence[int]] | None) -> ModelConfig:
+    """See `ModelConfig.from_gguf`."""
     general = Reader(metadata)
     name = general.text("general.architecture", "")
     if name not in _ARCHITECTURES:

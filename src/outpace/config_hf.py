@@ -22,6 +22,7 @@ _ROPE_KEYS = {  # what a rope dictionary may say; a key outside changes the rota
 
 
 def from_hf(data: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
+    """config.json and generation_config.json, parsed. See `ModelConfig.from_hf`."""
     read = Reader(data)
     arch = read.text("model_type", "")
     if arch not in ARCHITECTURES:

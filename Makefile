@@ -1,0 +1,52 @@
+# make demo   install into .venv, get the default model, print an answer
+# make test   the quick test suite
+# make check  lint, types and all tests
+# make clean  remove what these made (the models in the cache stay)
+
+VENV := .venv
+BIN := $(VENV)/bin
+LOCK := requirements-dev.lock
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+MODEL ?= smollm2-135m
+PROMPT ?= Why is the sky blue?
+SOURCES := pyproject.toml README.md $(wildcard CMakeLists.txt) $(shell find src csrc -type f -not -name '*.pyc')
+
+.PHONY: demo test check clean
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+
+demo: $(VENV)/installed
+	@$(BIN)/outpace pull $(MODEL)
+	@$(BIN)/outpace generate --model $(MODEL) "$(PROMPT)"
+
+test: $(VENV)/test-tools $(VENV)/installed
+	@$(BIN)/python -m pytest -q -m "not slow"
+
+check: $(VENV)/test-tools $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	@$(BIN)/outpace pull $(MODEL)
+	$(BIN)/python -m pytest -q
+
+# The build tools go into .venv, so that a changed source is rebuilt in place (build/) and nothing is fetched again.
+$(VENV)/build-tools: $(LOCK) scripts/make_venv.sh
+	@scripts/make_venv.sh $(VENV)
+	@echo "fetching the build tools"
+	@$(PIP) install --constraint $(LOCK) scikit-build-core nanobind cmake ninja
+	@touch $@
+
+$(VENV)/test-tools: $(LOCK) $(VENV)/build-tools
+	@echo "fetching the test tools"
+	@$(PIP) install --requirement $(LOCK)
+	@touch $@
+
+$(VENV)/installed: $(SOURCES) $(VENV)/build-tools
+	@echo "building outpace (a minute or two)"
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) install --constraint $(LOCK) --no-build-isolation \
+		--config-settings=build-dir=build/make .
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +

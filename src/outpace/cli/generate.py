@@ -1,0 +1,122 @@
+"""`outpace generate`: one prompt, one answer."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .options import Model, Quiet, Sampling, System, Think, template_variables
+from .terminal import note, show, statistics
+
+if TYPE_CHECKING:
+    from ..api import LanguageModel, Result
+
+DEFAULT_MAX_TOKENS = 512
+
+
+def generate(
+    prompt: Annotated[
+        str | None, typer.Argument(help="The prompt. '-', or none with input piped in: read stdin.", show_default=False)
+    ] = None,
+    *,
+    file: Annotated[Path | None, typer.Option("--file", "-f", help="Read the prompt from a file.")] = None,
+    model: Model,
+    system: System = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
+    think: Think = None,
+    sampling: Sampling,
+    logprobs: Annotated[
+        int | None, typer.Option(help="With --json: logprobs of the chosen and the N best tokens.", metavar="N")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.", rich_help_panel="Other")] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Answers one prompt.
+
+    The prompt is put into the model's chat template where it has one. A prompt from a file or stdin loses its last
+    line break.
+    """
+    from ..types import UsageError
+
+    opts = sampling.opts(logprobs=logprobs)
+    if logprobs is not None and not as_json:
+        raise UsageError("--logprobs needs --json")
+    text = read_prompt(prompt, file)
+    if not text:
+        raise UsageError("the prompt is empty")
+    with model.load() as loaded:
+        if raw or loaded.template is None:
+            if system is not None or think is not None:
+                raise UsageError("--system and --think need a chat template (and no --raw)")
+            assert loaded.tokenizer is not None  # load always brings one
+            ids = loaded.tokenizer.encode(text)
+        else:
+            messages = [{"role": "system", "content": system}] if system is not None else []
+            ids = loaded.chat_ids([*messages, {"role": "user", "content": text}], **template_variables(think))
+        if opts.max_tokens is None:
+            room = loaded.target.capacity.positions - len(ids)
+            opts = replace(opts, max_tokens=max(1, min(DEFAULT_MAX_TOKENS, room)))
+        if as_json:
+            answer = loaded.generate(ids, opts, speculate=not model.no_speculation)
+            print(json.dumps(as_object(loaded, answer), ensure_ascii=sys.stdout.encoding.lower() != "utf-8"))
+            return
+        result: Result | None = None
+        with contextlib.closing(loaded.stream(ids, opts, speculate=not model.no_speculation)) as deltas:
+            for delta in deltas:
+                show(delta.text)
+                result = delta.result
+        show("\n")
+        if not quiet and result is not None:
+            sampled = opts.with_defaults(loaded.defaults).temperature != 0
+            note(statistics(result) + (f", seed {result.seed}" if sampled else ""))
+
+
+def read_prompt(prompt: str | None, file: Path | None) -> str:
+    """The prompt from the argument, the file or stdin. Raises UsageError when there is none, two, or it is no text."""
+    from ..types import UsageError
+
+    if file is not None:
+        if prompt is not None:
+            raise UsageError("give a prompt or --file, not both")
+        try:
+            return _text(file.read_bytes(), str(file))
+        except OSError as error:
+            raise UsageError(f"{file}: {error.strerror}") from None
+    if prompt is not None and prompt != "-":
+        return prompt
+    if prompt is None and sys.stdin.isatty():
+        raise UsageError('no prompt: give one, as in outpace generate "Why is the sky blue?"')
+    return _text(sys.stdin.buffer.read(), "stdin")
+
+
+def _text(data: bytes, where: str) -> str:
+    from ..types import UsageError
+
+    try:
+        return data.decode().removesuffix("\n").removesuffix("\r")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{where}: not UTF-8 text at byte {error.start}") from None
+
+
+def as_object(model: LanguageModel, result: Result) -> dict[str, Any]:
+    """What --json prints."""
+    stats = result.stats
+    shares = ("tokens_per_round", "tokens_per_second", "acceptance")
+    found: dict[str, Any] = {
+        "text": result.text,
+        "token_ids": result.token_ids,
+        "prompt_tokens": len(result.prompt_ids),
+        "finish_reason": result.finish_reason,
+        "seed": result.seed,
+        "model": model.name,
+        "stats": asdict(stats) | {name: getattr(stats, name) for name in shares},
+    }
+    if result.logprobs:
+        found["logprobs"] = [asdict(entry) for entry in result.logprobs]
+    return found

@@ -1,0 +1,116 @@
+"""`outpace pull`, `models`, `rm` and `info`: the models on this machine."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .terminal import note, show
+
+if TYPE_CHECKING:
+    from ..models.loading import LoadedModel
+
+Name = Annotated[
+    str,
+    typer.Argument(help="A built-in name, or org/name[@revision][:file.gguf] on the Hugging Face Hub."),
+]
+Offline = Annotated[bool, typer.Option("--offline", help="Never download.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def pull(
+    name: Name,
+    *,
+    offline: Offline = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars.")] = False,
+) -> None:
+    """Fetches a model, or what is missing of it. A broken download goes on where it stopped."""
+    from .. import hub
+
+    path = hub.pull(name, progress=not quiet and sys.stderr.isatty(), offline=offline)
+    if not quiet:
+        note(f"{name} is at {path}")
+
+
+def models(*, as_json: AsJson = False) -> None:
+    """Lists the models on this machine."""
+    from .. import hub
+
+    found = hub.list_models()
+    if as_json:
+        rows = [{"name": m.name, "bytes": m.bytes, "kind": m.kind, "path": str(m.path)} for m in found]
+        show(json.dumps(rows, indent=2) + "\n")
+    elif not found:
+        note(f"no models yet: run `outpace pull {next(iter(hub.BUILT_IN))}`")
+    else:
+        table = [("NAME", "SIZE", "KIND", "PATH"), *((m.name, size(m.bytes), m.kind, str(m.path)) for m in found)]
+        widths = [max(len(row[i]) for row in table) for i in range(3)]
+        for row in table:
+            show("  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]) + "\n")
+
+
+def rm(name: Annotated[str, typer.Argument(help="The name that `outpace models` shows.")]) -> None:
+    """Removes a model from this machine."""
+    from .. import hub
+
+    hub.remove(name)
+    note(f"removed {name}")
+
+
+def info(
+    model: Annotated[str, typer.Argument(help="A name, a folder or a .gguf file.")],
+    *,
+    as_json: AsJson = False,
+) -> None:
+    """Shows what a model is: architecture, sizes, parameters, size on disk."""
+    from .. import hub
+    from ..models.loading import load_model
+
+    loaded = load_model(hub.resolve(model, download=False))
+    facts = describe(loaded)
+    if as_json:
+        show(json.dumps(facts, indent=2) + "\n")
+        return
+    width = max(map(len, facts))
+    for name, value in facts.items():
+        show(f"{name.ljust(width)}  {size(value) if name == 'bytes' else value}\n")
+    for text in loaded.notices:
+        note(text)
+
+
+def describe(loaded: LoadedModel) -> dict[str, Any]:
+    """The facts about a model that people ask for; bytes: of its weight files."""
+    from ..models.names import expected_tensors
+
+    config, path = loaded.config, loaded.path
+    weights = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    facts = {
+        "path": str(path),
+        "format": loaded.format,
+        "architecture": config.architecture,
+        "parameters": sum(map(math.prod, expected_tensors(config).values())),
+        "bytes": sum(file.stat().st_size for file in weights),
+        "context": config.max_position_embeddings,
+        "vocabulary": config.vocab_size,
+        "layers": config.num_hidden_layers,
+        "hidden": config.hidden_size,
+        "heads": config.num_attention_heads,
+        "kv_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "mlp": config.intermediate_size,
+    }
+    if config.num_experts:
+        facts |= {"experts": config.num_experts, "experts_used": config.num_experts_used}
+    return facts
+
+
+def size(count: int) -> str:
+    """Bytes for people: 98362432 -> 98 MB."""
+    for unit, step in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= step:
+            return f"{count / step:.1f} {unit}" if count < 10 * step else f"{count / step:.0f} {unit}"
+    return f"{count} B"

@@ -1,0 +1,116 @@
+"""The options that commands share, as dataclasses whose fields are the options (command.py spells them out).
+
+Values are checked by the library (SampleOpts, `load`), so that the command line and Python agree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from ..api import LanguageModel
+    from ..types import SampleOpts
+
+
+def _sampling(help: str, *names: str, metavar: str | None = None) -> Any:
+    return typer.Option(*names, help=help, metavar=metavar, rich_help_panel="Sampling")
+
+
+def _model(help: str, *names: str, metavar: str | None = None) -> Any:
+    return typer.Option(*names, help=help, metavar=metavar, rich_help_panel="Model and speed")
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are chosen. What is not said comes from the model's generation_config.json."""
+
+    temperature: Annotated[float | None, _sampling("0: always the most probable token.")] = None
+    top_k: Annotated[int | None, _sampling("Only the K most probable tokens.")] = None
+    top_p: Annotated[float | None, _sampling("Only the most probable tokens that sum to P.")] = None
+    min_p: Annotated[float | None, _sampling("Only tokens with P times the best one's probability.")] = None
+    typical_p: Annotated[float | None, _sampling("Only the most typical tokens that sum to P.")] = None
+    repetition_penalty: Annotated[float | None, _sampling("Over 1: tokens of prompt and answer get rarer.")] = None
+    presence_penalty: Annotated[float | None, _sampling("Taken off tokens that the answer holds.")] = None
+    frequency_penalty: Annotated[float | None, _sampling("Taken off once per occurrence in the answer.")] = None
+    logit_bias: Annotated[
+        list[str] | None, _sampling("Added to a token's logit; -inf bans it. Repeatable.", metavar="ID=BIAS")
+    ] = None
+    stop: Annotated[list[str] | None, _sampling("The answer ends before this text. Repeatable.")] = None
+    seed: Annotated[int | None, _sampling("Repeats an answer. Without it one is drawn and reported.")] = None
+    max_tokens: Annotated[int | None, _sampling("Most tokens to generate (generate: 512; chat: what fits).")] = None
+    min_tokens: Annotated[int | None, _sampling("No end of the answer before this many tokens.")] = None
+    rule: Annotated[str, _sampling("match (same tokens), rejection or block (same distribution).")] = "match"
+    ignore_eos: Annotated[bool, _sampling("Go on after end tokens.", "--ignore-eos")] = False
+
+    def opts(self, **more: Any) -> SampleOpts:
+        """The library's options; more: further fields. Raises UsageError for a value out of range."""
+        from ..types import SampleOpts
+
+        names = self.__slots__
+        values = {name: getattr(self, name) for name in names if name not in ("logit_bias", "stop")}
+        return SampleOpts(**values, logit_bias=parse_biases(self.logit_bias), stop=tuple(self.stop or ()), **more)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """Which model, what drafts for it, and what it may use of the machine."""
+
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model", "-m", help="A built-in name, a Hugging Face id, a folder or a .gguf file.", show_default=False
+        ),
+    ] = None
+    draft: Annotated[str, _model("What guesses ahead: auto, ngram, suffix, draft_model or none.")] = "auto"
+    draft_model: Annotated[str | None, _model("A small model with the same vocabulary that guesses ahead.")] = None
+    draft_tokens: Annotated[int | None, _model("Guess always this many tokens (0 to 15).", metavar="K")] = None
+    no_speculation: Annotated[bool, _model("Plain decoding: the same tokens, one a pass.", "--no-speculation")] = False
+    precision: Annotated[str, _model("Arithmetic: int8 or f32.")] = "int8"
+    context: Annotated[int | None, _model("Tokens that prompt and answer may have; saves memory.")] = None
+    threads: Annotated[int | None, _model("Threads; all cores by default.")] = None
+    offline: Annotated[bool, _model("Never download.", "--offline")] = False
+
+    def load(self) -> LanguageModel:
+        """Raises UsageError, HubError or ModelError."""
+        from .. import api
+
+        return api.load(
+            self.model or api.DEFAULT_MODEL,
+            precision=self.precision,  # type: ignore[arg-type]  # load checks it
+            draft=self.draft,
+            draft_model=self.draft_model,
+            draft_tokens=self.draft_tokens,
+            context=self.context,
+            slots=1,
+            threads=self.threads,
+            offline=self.offline,
+        )
+
+
+Think = Annotated[
+    bool | None, typer.Option("--think/--no-think", help="Thinking on or off, where the model's template has it.")
+]
+System = Annotated[str | None, typer.Option("--system", help="The system message.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No statistics.", rich_help_panel="Other")]
+
+
+def template_variables(think: bool | None) -> dict[str, Any]:
+    """Variables for the chat template; what was not said stays the template's choice."""
+    return {} if think is None else {"enable_thinking": think}
+
+
+def parse_biases(entries: list[str] | None) -> dict[int, float] | None:
+    """["12=-3.5", "7=-inf"] -> {12: -3.5, 7: -inf}. Raises UsageError."""
+    from ..types import UsageError
+
+    biases: dict[int, float] = {}
+    for entry in entries or ():
+        token, _, bias = entry.partition("=")
+        try:
+            biases[int(token)] = float(bias)
+        except ValueError:
+            raise UsageError(f"--logit-bias wants ID=BIAS, such as 42=-1.5, got {entry!r}") from None
+    return biases or None
