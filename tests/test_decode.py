@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes import FunctionDrafter, TableBackend, oracle_drafter, random_drafter, table_logits, wrong_drafter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fakes import FunctionDrafter, TableBackend, oracle_drafter, random_drafter, table_logits, wrong_drafter
 from outpace.controller import Controller
 from outpace.decode import Decoder, Request
 from outpace.drafters import Drafter, DraftModelDrafter, NgramDrafter, State, SuffixDrafter
@@ -403,7 +403,9 @@ def test_the_controllers_choice_is_the_best_of_all_lengths() -> None:
                 track.observe(6, int(random.geometric(1 - chance)) - 1 if chance else 0)
 
         def rate(lengths: tuple[int, int], tracks: list[Track] = tracks, controller: Controller = controller) -> float:
-            tokens = sum(1 + sum(np.prod(t.gains[: i + 1]) for i in range(n)) for t, n in zip(tracks, lengths, strict=True))
+            tokens = sum(
+                1 + sum(np.prod(t.gains[: i + 1]) for i in range(n)) for t, n in zip(tracks, lengths, strict=True)
+            )
             return tokens / (controller.pass_cost(2 + sum(lengths)) + controller._draft_s * sum(lengths))
 
         chosen = controller.lengths(tracks, [6, 6])

@@ -6,10 +6,10 @@ import time
 
 import numpy as np
 import pytest
-from fakes import TableBackend, table_logits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fakes import TableBackend, table_logits
 from outpace.drafters import DraftModelDrafter, NgramDrafter, State, SuffixDrafter
 from outpace.drafters.suffix import SuffixAutomaton
 from outpace.sampling import Sampler

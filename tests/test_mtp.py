@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny import BACKENDS, random_model
 
 from outpace import MtpHead, Qwen3Generator, Qwen3MtpSpeculator, Qwen3Speculator, SampleOpts, SpecDecoder, WeightMap
 from outpace.types import ModelError, UsageError
+from tiny import BACKENDS, random_model
 
 Arrays = dict[str, np.ndarray]
 
@@ -123,9 +123,7 @@ def perfect() -> tuple[Any, Arrays, Arrays]:
     embedding = arrays["model.embed_tokens.weight"]
     arrays["model.embed_tokens.weight"] = embedding / np.sqrt(np.mean(embedding**2, axis=1, keepdims=True))
     size = config.hidden_size
-    head = {
-        name.replace("model.layers.", "mtp.layers."): value for name, value in arrays.items() if ".layers." in name
-    }
+    head = {name.replace("model.layers.", "mtp.layers."): value for name, value in arrays.items() if ".layers." in name}
     head["mtp.fc.weight"] = np.concatenate([np.eye(size), np.zeros((size, size))], axis=1).astype(np.float32)
     head["mtp.pre_fc_norm_embedding.weight"] = head["mtp.pre_fc_norm_hidden.weight"] = np.ones(size, dtype=np.float32)
     head["mtp.norm.weight"] = arrays["model.norm.weight"]

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+import outpace
 import test_decode
 import test_drafters
 import test_sampling
 import test_speculator
 import test_verify
-
-import outpace
 
 ORDER = ["sampling", "verify", "controller", "drafters.draft_model", "decode", "engine", "speculator"]
 TESTS = [test_verify, test_sampling, test_decode, test_drafters, test_speculator]

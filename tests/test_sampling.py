@@ -265,6 +265,8 @@ def test_the_callers_options_override_the_models() -> None:
     assert defaults == {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
     opts = SampleOpts(temperature=0.1, top_k=0).with_defaults(defaults)
     assert (opts.temperature, opts.top_k, opts.top_p) == (0.1, 0, 0.95)
-    assert generation_defaults({}) == generation_defaults({"do_sample": False, "temperature": 0.6}) == {"temperature": 0.0}
+    assert (
+        generation_defaults({}) == generation_defaults({"do_sample": False, "temperature": 0.6}) == {"temperature": 0.0}
+    )
     with pytest.raises(UsageError, match="top_p"):
         generation_defaults({"do_sample": True, "top_p": 7})

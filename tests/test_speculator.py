@@ -6,11 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from fakes import TableBackend, table_logits
 from scipy import stats
-from tiny import BACKENDS, VARIANTS, random_model, seed_model
 
 import outpace
+from fakes import TableBackend, table_logits
 from outpace import (
     Device,
     DraftProposal,
@@ -24,6 +23,7 @@ from outpace import (
     WeightMap,
 )
 from outpace.types import CapacityError
+from tiny import BACKENDS, VARIANTS, random_model, seed_model
 
 SEED = 0xC0FFEE
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes import Branches, table_logits
 
+from fakes import Branches, table_logits
 from outpace import decode, sampling, verify
 from outpace.types import Distribution, Draft, SampleOpts, UsageError
 

@@ -123,18 +123,18 @@ def load(
     loaded = load_model(hub.resolve(model, offline=offline))
     tokenizer = load_tokenizer(loaded)
     target = open_backend(loaded, context)
-    drafter: Drafter | None
-    if draft == "draft_model":
-        assert draft_model is not None
+    if draft_model is not None:
         small = load_model(hub.resolve(draft_model, offline=offline))
         difference = same_vocabulary(tokenizer, load_tokenizer(small))
         if difference is not None:
             raise UsageError(f"{draft_model} cannot draft for {model}: {difference}")
         positions = min(target.capacity.positions, small.config.max_position_embeddings)
-        drafter = DraftModelDrafter(open_backend(small, positions))
+        drafter: Drafter | None = DraftModelDrafter(open_backend(small, positions))
+    elif draft == "none":
+        drafter = None
     else:
         # Without a learned head, the text itself is the best source: the suffix automaton finds what n-grams find.
-        drafter = {"auto": SuffixDrafter, "suffix": SuffixDrafter, "ngram": NgramDrafter, "none": lambda: None}[draft]()
+        drafter = NgramDrafter() if draft == "ngram" else SuffixDrafter()
     return LanguageModel(
         target,
         tokenizer,
@@ -335,4 +335,3 @@ class LanguageModel:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
-

@@ -90,9 +90,11 @@ class Request:
         self.stats.tokens += 1
         early = self.emitted < (self.opts.min_tokens or 0)
         stopped = self.text.push(token) if self.text is not None and token not in self.end_tokens else False
-        if token in self.opts.stop_tokens or (token in self.end_tokens and not self.opts.ignore_eos):
-            self.finish = "stop"
-        elif stopped and not early:
+        if (
+            token in self.opts.stop_tokens
+            or (token in self.end_tokens and not self.opts.ignore_eos)
+            or (stopped and not early)
+        ):
             self.finish = "stop"
         elif self.emitted >= self.limit:
             self.finish = "length"

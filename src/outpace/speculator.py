@@ -286,7 +286,8 @@ class Qwen3MtpSpeculator(Qwen3Speculator):
             logits, state = self._step(context[slot + 1], hidden[slot])
         self._read = list(context)
         sampler = self._sampler(context)
-        tokens, rows = [], []
+        tokens: list[int] = []
+        rows: list[F64] = []
         while True:
             token, row = self._choose(sampler, logits, tokens)
             tokens.append(token)

@@ -34,7 +34,8 @@ def children(draft: Draft, node: int) -> list[int]:
 
 def match(draft: Draft, token: Callable[[int], int]) -> Verdict:
     """Keeps the draft while it is what the target says. token(row): the target's own token at that row."""
-    node, kept = ROOT, []
+    node = ROOT
+    kept: list[int] = []
     while True:
         x = token(node + 1)
         follow = [child for child in children(draft, node) if draft.tokens[child] == x]
@@ -52,7 +53,8 @@ def rejection(
     uniform(i): an independent number in (0, 1) for draft token i. draw(row, depth): a token from the row, the
     correction or the bonus token after `depth` accepted ones.
     """
-    node, kept = ROOT, []
+    node = ROOT
+    kept: list[int] = []
     while True:
         target = p(node + 1)
         for child in children(draft, node):

@@ -47,9 +47,9 @@ class NgramDrafter:
                     index.ends[size - 1][tuple(tokens[end - size : end])] = end
         index.indexed = len(tokens)
         for size in range(min(self.longest, len(tokens)), self.shortest - 1, -1):
-            end = index.ends[size - 1].get(tuple(tokens[-size:]))
-            if end is not None:
-                return self._copy(tokens, end, n)
+            start = index.ends[size - 1].get(tuple(tokens[-size:]))
+            if start is not None:
+                return self._copy(tokens, start, n)
         return ()
 
     @staticmethod
