@@ -11,6 +11,7 @@
 #include <optional>
 
 #include "model.h"
+#include "sampler.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -200,4 +201,9 @@ NB_MODULE(_native, m) {
         .def_prop_ro("isa", [](const Model& self) { return std::string(self.kernels().name); })
         .def_prop_ro("weight_bytes", &Model::weight_bytes)
         .def_prop_ro("cache_bytes", &Model::cache_bytes);
+    m.def("choose",
+          [](const Array<const float, 1>& logits, double temperature, int64_t top_k, double top_p, double min_p, uint64_t key) {
+              return choose(logits.data(), logits.shape(0), {temperature, top_k, top_p, min_p}, key);
+          },
+          Unlocked(), "logits"_a.noconvert(), "temperature"_a, "top_k"_a, "top_p"_a, "min_p"_a, "key"_a);
 }

@@ -4,3 +4,13 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+import pytest  # noqa: E402
+
+from outpace import hub  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The default model's GGUF file, fetched once into the user's model folder."""
+    return hub.pull("smollm2-135m")

@@ -159,6 +159,38 @@ def test_a_very_low_temperature_is_the_arg_max() -> None:
     assert row.tokens.tolist() == [1]
 
 
+# ----------------------------------------------------------------------------------------------------- the native path
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_the_native_path_gives_the_reference_tokens(data: st.DataObject) -> None:
+    size = data.draw(st.sampled_from([1, 2, 7, 130, 1000, 5000]))
+    random = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    logits = (random.standard_normal(size) * data.draw(st.sampled_from([0.1, 1.0, 5.0, 30.0]))).astype(np.float32)
+    if data.draw(st.booleans()):
+        logits = np.round(logits)  # many ties
+    logits[random.random(size) < data.draw(st.sampled_from([0.0, 0.5]))] = -np.inf
+    logits[int(random.integers(size))] = 1.0
+    opts = SampleOpts(
+        temperature=data.draw(st.sampled_from([0.0, 1e-6, 0.05, 0.7, 1.0, 3.0, 1e4])),
+        top_k=data.draw(st.sampled_from([None, 1, 2, 40, 10_000])),
+        top_p=data.draw(st.sampled_from([None, 1e-9, 0.3, 0.9, 0.999, 1.0])),
+        min_p=data.draw(st.sampled_from([None, 0.05, 0.9, 1.0])),
+        seed=data.draw(st.integers(0, 2**70)),
+    )
+    native, reference = Sampler(opts, size), Sampler(opts, size, native=False)
+    for position in range(5):
+        assert native.token(logits, (0,) * position) == reference.token(logits, (0,) * position)
+
+
+def test_the_native_path_draws_from_a_whole_vocabulary_by_its_law() -> None:
+    logits = np.log(np.array([0.5, 0.25, 0.125, 0.125] + [1e-30] * 50_000)).astype(np.float32)
+    s = Sampler(SampleOpts(temperature=1.0, seed=3), len(logits))
+    counts = np.bincount([s.token(logits, (0,) * position) for position in range(3000)], minlength=4)
+    assert stats.chisquare(counts[:4], 3000 * np.array([0.5, 0.25, 0.125, 0.125])).pvalue > 1e-4
+
+
 # --------------------------------------------------------------------------------------------------------- the history
 
 

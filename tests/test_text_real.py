@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from outpace import hub
 from outpace.text.template import ChatTemplate, encode_chat
 from outpace.text.tokenizer import Tokenizer, same_vocabulary
-from outpace.types import HubError
 from test_text_template import LONG, USER
 from text_data import TEXTS, reference_encode
 
@@ -22,11 +20,8 @@ MORE = [
 
 
 @pytest.fixture(scope="module")
-def path():
-    try:
-        return hub.resolve("smollm2-135m", download=False)
-    except HubError:
-        pytest.skip("smollm2-135m is not in the cache")
+def path(smollm2):
+    return smollm2
 
 
 @pytest.fixture(scope="module")

@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ._native import choose
 from .types import F32, F64, I64, Distribution, NumericalError, SampleOpts, TokenLogprobs, UsageError
 
 # ------------------------------------------------------------------------------------------------------- randomness
@@ -170,6 +171,14 @@ def _smallest_mass(probs: F64, rank: F64, mass: float) -> I64:
 # ---------------------------------------------------------------------------------------------------------- one request
 
 
+def _native_rule(opts: SampleOpts) -> tuple[float, int, float, float] | None:
+    """Arguments of the native fast path, None for options that it does not cover."""
+    temperature = opts.temperature or 0.0
+    if (temperature and not 1e-6 <= temperature <= 1e6) or (opts.typical_p or 1.0) < 1.0:
+        return None
+    return temperature, opts.top_k or 0, opts.top_p or 1.0, opts.min_p or 0.0
+
+
 class Sampler:
     """One request's way from logits to tokens. Holds the history that penalties need; `extend` moves it on.
 
@@ -185,9 +194,11 @@ class Sampler:
         *,
         end_tokens: Iterable[int] = (),
         known_tokens: int | None = None,
+        native: bool = True,
     ) -> None:
         """vocab_size: length of the logits. end_tokens: ids that end a text (kept back before min_tokens).
-        known_tokens: ids from here on are padding of the vocabulary and never chosen.
+        known_tokens: ids from here on are padding of the vocabulary and never chosen. native: choose tokens by the
+        native fast path where it covers the options; it gives the tokens of the reference here.
 
         Raises UsageError for a token id in the options that is out of range.
         """
@@ -211,6 +222,7 @@ class Sampler:
             self._excluded[self._ids("allowed_tokens", opts.allowed_tokens)] = False
         for word in opts.bad_words or ():
             self._ids("bad_words", word)
+        self._native = _native_rule(opts) if native else None
         self._penalties = bool(
             opts.presence_penalty or opts.frequency_penalty or (opts.repetition_penalty or 1.0) != 1.0
         )
@@ -295,7 +307,13 @@ class Sampler:
 
     def token(self, logits: F32, ahead: Sequence[int] = ()) -> int:
         """The target's own token after the emitted text and `ahead`: a function of logits, history and seed alone."""
-        return self.noise.draw(self.row(logits, ahead), Stream.TOKEN, self.position + len(ahead))
+        place = self.position + len(ahead)
+        if self._native is not None:
+            found = choose(self.processed(logits, ahead), *self._native, self.noise.key(Stream.TOKEN, place))
+            if found >= 0:
+                return found
+            # Only logits that are an error are left to the reference, which says what is wrong with them.
+        return self.noise.draw(self.row(logits, ahead), Stream.TOKEN, place)
 
     def draft(self, logits: F32, ahead: Sequence[int] = ()) -> tuple[int, Distribution | None]:
         """A drafter's token from its own logits, and the q it was drawn from (None: one-hot).
