@@ -1,4 +1,4 @@
-"""Stand-ins with exactly known behaviour: a target whose logits are a table, drafters that are right, wrong or random."""
+"""Stand-ins with exactly known behaviour: a target whose logits are a table, drafters right, wrong or random."""
 
 from __future__ import annotations
 

@@ -17,6 +17,8 @@ from outpace.controller import Controller
 from outpace.decode import Decoder, Request
 from outpace.drafters import Drafter, DraftModelDrafter, NgramDrafter, State, SuffixDrafter
 from outpace.engine import Engine
+from outpace.text.detokenizer import Detokenizer
+from outpace.text.stream import TextStream
 from outpace.types import ContextError, Draft, NumericalError, SampleOpts, UsageError
 
 V = 5
@@ -411,3 +413,47 @@ def test_the_controllers_choice_is_the_best_of_all_lengths() -> None:
         chosen = controller.lengths(tracks, [6, 6])
         best = max(rate(lengths) for lengths in itertools.product(range(7), repeat=2))
         assert rate((chosen[0], chosen[1])) == pytest.approx(best, rel=1e-9)
+
+
+# --------------------------------------------------------------------------------------------------------- stop strings
+
+
+LETTERS = ["ab", "c", "b", "ca", "bc"]  # token id -> text
+
+
+def spelled(tokens: Sequence[int]) -> str:
+    return "".join(LETTERS[token] for token in tokens)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("k", [0, 1, 4, 8])
+def test_a_stop_string_ends_the_text_wherever_rounds_and_tokens_are_cut(k: int, temperature: float) -> None:
+    """Against the plain text: the answer is cut before the first stop string that is complete."""
+    opts = {"temperature": temperature, "seed": 2}
+    full = plain((1, 2, 3), 40, **opts)
+    text = spelled(full)
+    for stop in {text[i : i + n] for n in (1, 2, 3, 5) for i in range(0, len(text) - n, 3)} | {"zz"}:
+        e = engine(oracle_drafter({(1, 2, 3): full}), k)
+        stream = TextStream(Detokenizer(lambda token: LETTERS[token].encode()), (stop,))
+        request = e.submit((1, 2, 3), SampleOpts(max_tokens=40, stop=(stop,), **opts), text=stream)
+        e.run([request])
+        at = text.find(stop)
+        assert stream.text == (text if at < 0 else text[:at])
+        assert request.finish == ("length" if at < 0 else "stop")
+        if at >= 0:
+            # The last token is the one that completes the stop string.
+            assert len(spelled(request.output)) >= at + len(stop) > len(spelled(request.output[:-1]))
+        assert request.output == full[: len(request.output)]
+
+
+def test_a_stop_string_before_min_tokens_is_text() -> None:
+    full = plain((1, 2, 3), 40, temperature=0.0)
+    stop = LETTERS[full[0]]
+    stream = TextStream(Detokenizer(lambda token: LETTERS[token].encode()), (stop,))
+    e = engine(oracle_drafter({(1, 2, 3): full}), 4)
+    request = e.submit((1, 2, 3), SampleOpts.greedy(max_tokens=40, stop=(stop,), min_tokens=9), text=stream)
+    e.run([request])
+    late = spelled(full[9 - 1 :])
+    # From the ninth token on stop strings count; what came before stays.
+    assert stream.text == spelled(full[:8]) + late[: late.index(stop)]
+    assert request.finish == "stop"

@@ -83,8 +83,9 @@ def test_logits_equal_an_independent_restatement(hidden: str) -> None:
     want = restated_logits(config, arrays, extra, tokens, np.stack(states), own, hidden == "after_norm")
     cache = head.new_cache(64)
     rows = []
+    state = states[0]
     for slot, token in enumerate(tokens[1:]):
-        logits, state = head.step(token, states[slot] if slot < len(states) else state, cache)  # noqa: F821
+        logits, state = head.step(token, states[slot] if slot < len(states) else state, cache)
         rows.append(logits)
     np.testing.assert_allclose(np.stack(rows), want, atol=1e-4)
 

@@ -84,7 +84,8 @@ MUTANTS: dict[str, Mutant] = {
     "block correction without its weight": Mutant(
         "verify", "_q(draft, accepted), weights[accepted])", "_q(draft, accepted))", law, ("block", "plain")),
     "block stops at the first refusal": Mutant(
-        "verify", "accepted = i + 1\n", "accepted = i + 1\n        else:\n            break\n", law, ("block", "plain")),
+        "verify", "accepted = i + 1\n", "accepted = i + 1\n        else:\n            break\n",
+        law, ("block", "plain")),
     "block denominator": Mutant(
         "verify", "r / (r + 1.0 - weight)", "r / (r + 1.0)", law, ("block", "plain")),
     # -- sampling.py
@@ -121,10 +122,12 @@ MUTANTS: dict[str, Mutant] = {
         "sampling", "Stream.ACCEPT, self.position, depth)", "Stream.ACCEPT, depth)",
         test_sampling.test_every_round_uses_fresh_numbers_for_accept_and_residual),
     "match noise keyed by the round, not the position": Mutant(
-        "sampling", "Stream.TOKEN, self.position + len(ahead))\n\n    def draft", "Stream.TOKEN, self.position)\n\n    def draft",
+        "sampling", "Stream.TOKEN, self.position + len(ahead))\n\n    def draft",
+        "Stream.TOKEN, self.position)\n\n    def draft",
         lossless, ("hot",)),
     "drawn draft reported as one-hot": Mutant(
-        "sampling", "self.position, self.position + len(ahead)), row", "self.position, self.position + len(ahead)), None",
+        "sampling", "self.position, self.position + len(ahead)), row",
+        "self.position, self.position + len(ahead)), None",
         test_drafters.test_draft_tokens_are_coupled_to_the_targets_noise_or_carry_their_q),
     "drafts not coupled to the target's noise": Mutant(
         "sampling", 'if row.one_hot or self.opts.rule == "match":', "if row.one_hot:",

@@ -29,7 +29,7 @@ from .types import F32, Draft, NumericalError, SampleOpts, Stats, TokenLogprobs,
 class TextSink(Protocol):
     """Turns emitted tokens into text and watches for stop strings (text/stream.py)."""
 
-    def push(self, token: int) -> bool:
+    def push(self, token: int, *, may_stop: bool = True) -> bool:
         """Takes one token; True when a stop string is complete: the text ends before it."""
 
     def finish(self) -> None:
@@ -88,13 +88,13 @@ class Request:
         self.tokens.append(token)
         self.sampler.extend((token,))
         self.stats.tokens += 1
-        early = self.emitted < (self.opts.min_tokens or 0)
-        stopped = self.text.push(token) if self.text is not None and token not in self.end_tokens else False
-        if (
-            token in self.opts.stop_tokens
-            or (token in self.end_tokens and not self.opts.ignore_eos)
-            or (stopped and not early)
-        ):
+        stopped = token in self.opts.stop_tokens
+        if token in self.end_tokens:
+            stopped = stopped or not self.opts.ignore_eos
+        elif self.text is not None:
+            late = self.emitted >= (self.opts.min_tokens or 0)
+            stopped = self.text.push(token, may_stop=late) or stopped
+        if stopped:
             self.finish = "stop"
         elif self.emitted >= self.limit:
             self.finish = "length"
@@ -109,7 +109,7 @@ class _Share:
 
     request: Request
     reading: list[int]
-    draft: Draft = Draft()
+    draft: Draft = field(default_factory=Draft)
 
     @property
     def decodes(self) -> bool:

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from .types import F32, F64, I64, Distribution, NumericalError, SampleOpts, TokenLogprobs, UsageError
 
-# --------------------------------------------------------------------------------------------------------- randomness
+# ------------------------------------------------------------------------------------------------------- randomness
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -101,7 +101,7 @@ def exponentials(key: int, tokens: I64) -> F64:
     return noise
 
 
-# --------------------------------------------------------------------------------------------------- the probability row
+# ------------------------------------------------------------------------------------------------- the probability row
 
 
 def distribution(logits: F32, opts: SampleOpts) -> Distribution:
@@ -167,7 +167,7 @@ def _smallest_mass(probs: F64, rank: F64, mass: float) -> I64:
         count *= 8
 
 
-# ------------------------------------------------------------------------------------------------------------ one request
+# ---------------------------------------------------------------------------------------------------------- one request
 
 
 class Sampler:
@@ -337,7 +337,7 @@ class Sampler:
         return TokenLogprobs(token, float(logs[token]), top)
 
 
-# ------------------------------------------------------------------------------------------------------------- defaults
+# ----------------------------------------------------------------------------------------------------------- defaults
 
 _GENERATION_CONFIG_FIELDS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
 

@@ -1,6 +1,6 @@
 """Suffix automaton: the longest end of the text that occurred before, of any length, and what followed it.
 
-Source: Blumer et al. 1985 for the automaton (linear size, amortised O(1) per token); Oliaro et al. 2024 (SuffixDecoding,
+Source: Blumer et al. 1985 for the automaton (linear size, amortised O(1) a token); Oliaro et al. 2024 (SuffixDecoding,
 arXiv 2411.04975) for drafting from one. The draft grows with the evidence: a long match promises a long continuation.
 """
 
@@ -86,7 +86,7 @@ class SuffixAutomaton:
 
 
 class SuffixDrafter:
-    """Drafts what followed the longest earlier occurrence of the text's end, at most `reach` tokens per token matched."""
+    """Drafts what followed the longest earlier occurrence of the text's end: at most `reach` tokens a token matched."""
 
     name = "suffix"
 

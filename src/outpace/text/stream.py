@@ -16,9 +16,10 @@ class TextStream:
         self._ready: list[str] = []
         self._done: list[str] = []
 
-    def push(self, token: int) -> bool:
-        """Takes one token; True once a stop string is complete."""
-        self._ready.append(self._matcher.push(self._detokenizer.push(token)))
+    def push(self, token: int, *, may_stop: bool = True) -> bool:
+        """Takes one token; True once a stop string is complete. may_stop False: its text passes unwatched."""
+        text = self._detokenizer.push(token)
+        self._ready.append(self._matcher.push(text) if may_stop else text)
         return self._matcher.stop is not None
 
     def finish(self) -> None:
