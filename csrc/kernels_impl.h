@@ -15,6 +15,8 @@ constexpr int TILE = 4, TILE_F32 = 4, HEADS = 1;
 constexpr int TILE = 2, TILE_F32 = 2, HEADS = 1;
 #endif
 
+constexpr int PREFETCH = 4096;  // bytes ahead: what a core reads while memory answers, twice
+
 template <bool HALF> OUTPACE_INLINE Floats load_scale(const uint8_t* scales, size_t group) {
     if constexpr (HALF) {
         return load_half(scales + group * 32);
@@ -31,14 +33,18 @@ void tile_int8(const Matrix& m, const uint8_t* block, const int8_t* x, const flo
                size_t y_stride, int outs) {
     Floats sums[R];
     unroll<R>([&](auto r) __attribute__((always_inline)) { sums[r] = fill(0.0f); });
-    const uint8_t* w = block;
-    const uint8_t* scales = block + m.weight_bytes();
+    const uint8_t* scales = block;
     const uint8_t* offsets = scales + m.scale_bytes();
+    const uint8_t* w = block + m.scale_bytes() * (OFFSET ? 2 : 1);
+    // The block is read front to back at two or three places at once; what comes next is asked for at an even pace.
+    constexpr int PACE = (INT4 ? 256 : 512) + (HALF ? 32 : 64) * (OFFSET ? 2 : 1);
+    const uint8_t* ahead = block + PREFETCH;
     for (int g = 0; g < m.groups; ++g) {
+        unroll<(PACE + 63) / 64>([&](auto j) __attribute__((always_inline)) { __builtin_prefetch(ahead + 64 * j); });
+        ahead += PACE;
         Bytes weights[8];
         if constexpr (INT4) {
             unroll<4>([&](auto j) __attribute__((always_inline)) {
-                __builtin_prefetch(w + 2048 + 64 * j);
                 const Bytes pair = load_bytes(w + 64 * j);
                 weights[j] = low_nibbles(pair);
                 weights[j + 4] = high_nibbles(pair);
@@ -46,7 +52,6 @@ void tile_int8(const Matrix& m, const uint8_t* block, const int8_t* x, const flo
             w += 256;
         } else {
             unroll<8>([&](auto j) __attribute__((always_inline)) {
-                __builtin_prefetch(w + 4096 + 64 * j);
                 weights[j] = load_bytes(w + 64 * j);
             });
             w += 512;

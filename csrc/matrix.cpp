@@ -115,8 +115,9 @@ Matrix pack_int8(Arena& arena, const int8_t* q, const float* scale, const float*
     for (int b = 0; b < m.blocks; ++b) {
         uint8_t* block = data + m.block_bytes * b;
         // Outputs and inputs beyond the matrix: weight 0 (the byte -base), scale 0.
-        std::memset(block, nibbles ? (m.base ? 0x88 : 0) : -m.base, m.weight_bytes());
-        std::memset(block + m.weight_bytes(), 0, m.block_bytes - m.weight_bytes());
+        std::memset(block, 0, m.weights_at());
+        uint8_t* weights = block + m.weights_at();
+        std::memset(weights, nibbles ? (m.base ? 0x88 : 0) : -m.base, m.weight_bytes());
         for (int lane = 0; lane < OUTS && b * OUTS + lane < out; ++lane) {
             const size_t o = static_cast<size_t>(b) * OUTS + lane;
             for (int g = 0; g < m.groups; ++g) {
@@ -125,14 +126,14 @@ Matrix pack_int8(Arena& arena, const int8_t* q, const float* scale, const float*
                     const uint8_t byte = static_cast<uint8_t>(from[i] - m.base);
                     const int step = i / 4, at = lane * 4 + i % 4;
                     if (!nibbles) {
-                        block[static_cast<size_t>(g) * 512 + step * 64 + at] = byte;
+                        weights[static_cast<size_t>(g) * 512 + step * 64 + at] = byte;
                     } else {
-                        uint8_t& pair = block[static_cast<size_t>(g) * 256 + step % 4 * 64 + at];
+                        uint8_t& pair = weights[static_cast<size_t>(g) * 256 + step % 4 * 64 + at];
                         pair = static_cast<uint8_t>(step < 4 ? (pair & 0xf0) | byte : (pair & 0x0f) | byte << 4);
                     }
                 }
-                put_scale(block + m.weight_bytes(), g, lane, scale[o * m.groups + g]);
-                if (offset) put_scale(block + m.weight_bytes() + m.scale_bytes(), g, lane, offset[o * m.groups + g]);
+                put_scale(block, g, lane, scale[o * m.groups + g]);
+                if (offset) put_scale(block + m.scale_bytes(), g, lane, offset[o * m.groups + g]);
             }
         }
     }
@@ -179,18 +180,19 @@ void Matrix::row(int o, float* to) const {
         std::memcpy(&value, from + 4 * at, 4);
         return value;
     };
+    const uint8_t* weights = block + weights_at();
     for (int g = 0; g < groups; ++g) {
-        const float s = get_scale(block + weight_bytes(), g);
-        const float z = offset ? get_scale(block + weight_bytes() + scale_bytes(), g) : 0.0f;
+        const float s = get_scale(block, g);
+        const float z = offset ? get_scale(block + scale_bytes(), g) : 0.0f;
         for (int i = 0; i < GROUP && g * GROUP + i < in; ++i) {
             const int step = i / 4, at = lane * 4 + i % 4;
             int byte;
             if (kind == Kind::int8) {
                 // Without the shift of base -128 the byte is signed.
-                const uint8_t raw = block[static_cast<size_t>(g) * 512 + step * 64 + at];
+                const uint8_t raw = weights[static_cast<size_t>(g) * 512 + step * 64 + at];
                 byte = base ? raw : static_cast<int8_t>(raw);
             } else {
-                const uint8_t pair = block[static_cast<size_t>(g) * 256 + step % 4 * 64 + at];
+                const uint8_t pair = weights[static_cast<size_t>(g) * 256 + step % 4 * 64 + at];
                 byte = step < 4 ? pair & 15 : pair >> 4;
             }
             const float w = s * static_cast<float>(byte + base);

@@ -1,8 +1,8 @@
 // A weight matrix as the kernels read it, and the way there.
 //
 // Blocks of 16 outputs follow each other; a block holds everything that its 16 results need, in reading order.
-// int8 and int4 blocks: the weights of group 0, 1, ... (32 inputs each), then all scales, then all offsets, each
-// 16 floats or halves a group. A group's weights lie as 8 steps of 16 outputs x 4 inputs (64 bytes: one register that
+// int8 and int4 blocks: the scales of group 0, 1, ... (32 inputs each), then all offsets, each 16 floats or halves a
+// group, then all weights. A group's weights lie as 8 steps of 16 outputs x 4 inputs (64 bytes: one register that
 // multiplies with 4 broadcast activations); int4 keeps steps j and j + 4 in the low and high nibbles of one register.
 // f32 blocks: 16 outputs of input 0, of input 1, ...
 // The stored byte is q - base; the kernels add base * (sum of the group's activations) back, so sums are exact.
@@ -47,6 +47,8 @@ struct Matrix {
 
     size_t weight_bytes() const { return static_cast<size_t>(groups) * (kind == Kind::int4 ? 256 : 512); }
     size_t scale_bytes() const { return (static_cast<size_t>(groups) * (half ? 32 : 64) + 63) / 64 * 64; }
+
+    size_t weights_at() const { return scale_bytes() * (offset ? 2 : 1); }
 
     // One output's weights as floats, float32 [in]: the embedding look-up.
     void row(int o, float* to) const;

@@ -82,7 +82,7 @@ def test_text_streams_to_stdout_and_statistics_to_stderr(folder: Path) -> None:
 def test_no_speculation_gives_the_same_tokens(folder: Path, settings: str, draft: str) -> None:
     few = ["--logit-bias", "9=20", "--logit-bias", "10=20"]  # an answer of two letters, in which a lookup finds much
     args = {
-        "greedy": ["--temperature", "0"],
+        "greedy": ["--temperature", "0", *few],
         "sampled": ["--temperature", "0.8", "--top-p", "0.9", "--seed", "11", *few],
         "penalised": ["--repetition-penalty", "1.2", "--frequency-penalty", "0.1", "--seed", "2", *few],
     }[settings]

@@ -238,3 +238,12 @@ def test_vocabularies_are_compared():
     assert same_vocabulary(a, swapped).startswith("token 0 is '<|endoftext|>' in one")
     retyped = Tokenizer.from_gguf(metadata(token_type=[*types[:2], 1, *types[3:]]))
     assert "control token in only one" in same_vocabulary(a, retyped)
+
+
+def test_llama3_takes_a_whole_word_that_merges_do_not_reach():
+    tokens, types = metadata()["tokenizer.ggml.tokens"], metadata()["tokenizer.ggml.token_type"]
+    for pre, whole in (("llama-bpe", True), ("llama3", True), ("qwen2", False)):
+        meta = metadata(pre, tokens=[*tokens, "Ġxylophone"], token_type=[*types, 1])
+        ids = Tokenizer.from_gguf(meta).encode("a xylophone")
+        assert (ids[-1] == len(tokens)) == whole
+        assert ids == reference_encode(meta, "a xylophone", False)
