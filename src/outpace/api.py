@@ -9,6 +9,7 @@ Neighbours: engine.py runs the requests; here names become files, text becomes t
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -86,6 +87,7 @@ def load(
     threads: int | None = None,
     backend: Literal["native", "reference"] = "native",
     offline: bool = False,
+    progress: bool = True,
 ) -> LanguageModel:
     """Loads a model: a built-in name, a Hugging Face id, a folder or a .gguf file.
 
@@ -93,7 +95,8 @@ def load(
     float32. draft: "auto", "draft_model", "ngram", "suffix" or "none". draft_model: the model that drafts (implies
     draft="draft_model"). draft_tokens: always draft this many (0 .. 15) instead of deciding by evidence.
     context: tokens a request may hold, prompt and answer; the model's own limit by default. slots: requests at once.
-    backend: "native", or "reference" for the slow NumPy oracle.
+    backend: "native", or "reference" for the slow NumPy oracle. offline, progress: as hub.resolve, for a model that is
+    not on this machine yet. What is odd about a model but no error is a warning.
 
     Raises UsageError, HubError or ModelError.
     """
@@ -120,11 +123,17 @@ def load(
             loaded.config, loaded.weights, precision=precision, slots=slots, positions=positions, threads=threads
         )
 
-    loaded = load_model(hub.resolve(model, offline=offline))
+    def open_files(name: str | Path) -> LoadedModel:
+        loaded = load_model(hub.resolve(name, offline=offline, progress=progress))
+        for notice in loaded.notices:
+            warnings.warn(notice, stacklevel=3)
+        return loaded
+
+    loaded = open_files(model)
     tokenizer = load_tokenizer(loaded)
     target = open_backend(loaded, context)
     if draft_model is not None:
-        small = load_model(hub.resolve(draft_model, offline=offline))
+        small = open_files(draft_model)
         difference = same_vocabulary(tokenizer, load_tokenizer(small))
         if difference is not None:
             raise UsageError(f"{draft_model} cannot draft for {model}: {difference}")

@@ -53,7 +53,7 @@ SETTABLE = (
 def chat(*, model: Model, system: System = None, think: Think = None, sampling: Sampling, quiet: Quiet = False) -> None:
     """Holds a conversation. /help lists the commands."""
     opts = sampling.opts()
-    with model.load() as loaded:
+    with model.load(quiet=quiet) as loaded:
         session = Session(loaded, opts, speculate=not model.no_speculation, think=think, quiet=quiet)
         session.set_system(system or "")
         if sys.stdin.isatty():

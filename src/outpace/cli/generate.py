@@ -50,7 +50,7 @@ def generate(
     text = read_prompt(prompt, file)
     if not text:
         raise UsageError("the prompt is empty")
-    with model.load() as loaded:
+    with model.load(quiet=quiet or as_json) as loaded:
         if raw or loaded.template is None:
             if system is not None or think is not None:
                 raise UsageError("--system and --think need a chat template (and no --raw)")

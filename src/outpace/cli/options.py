@@ -5,6 +5,7 @@ Values are checked by the library (SampleOpts, `load`), so that the command line
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -73,8 +74,8 @@ class Model:
     threads: Annotated[int | None, _model("Threads; all cores by default.")] = None
     offline: Annotated[bool, _model("Never download.", "--offline")] = False
 
-    def load(self) -> LanguageModel:
-        """Raises UsageError, HubError or ModelError."""
+    def load(self, *, quiet: bool = False) -> LanguageModel:
+        """quiet: a download shows no bars. Raises UsageError, HubError or ModelError."""
         from .. import api
 
         return api.load(
@@ -87,6 +88,7 @@ class Model:
             slots=1,
             threads=self.threads,
             offline=self.offline,
+            progress=not quiet and sys.stderr.isatty(),
         )
 
 
@@ -94,7 +96,7 @@ Think = Annotated[
     bool | None, typer.Option("--think/--no-think", help="Thinking on or off, where the model's template has it.")
 ]
 System = Annotated[str | None, typer.Option("--system", help="The system message.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No statistics.", rich_help_panel="Other")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No statistics, no progress bars.", rich_help_panel="Other")]
 
 
 def template_variables(think: bool | None) -> dict[str, Any]:
