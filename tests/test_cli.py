@@ -182,7 +182,7 @@ def test_every_model_option_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
     for command in ("generate", "chat"):
         run(command, *(["x"] if command == "generate" else []), "--model", "a", *args.split())
     expected = {"draft": "draft_model", "draft_model": "b", "draft_tokens": 3, "precision": "f32", "context": 99}
-    assert seen == [("a", expected | {"threads": 2, "offline": True, "slots": 1})] * 2
+    assert seen == [("a", expected | {"threads": 2, "offline": True, "slots": 1, "progress": False})] * 2
     run("generate", "x")
     assert seen[-1][0] == api.DEFAULT_MODEL
 
