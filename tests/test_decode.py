@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fakes import FunctionDrafter, TableBackend, oracle_drafter, random_drafter, table_logits, wrong_drafter
+from outpace.backends.base import Rows
 from outpace.controller import Controller
 from outpace.decode import Decoder, Request
 from outpace.drafters import Drafter, DraftModelDrafter, NgramDrafter, State, SuffixDrafter
@@ -20,6 +21,7 @@ from outpace.engine import Engine
 from outpace.text.detokenizer import Detokenizer
 from outpace.text.stream import TextStream
 from outpace.types import ContextError, Draft, NumericalError, SampleOpts, UsageError
+from tiny import BACKENDS, random_model
 
 V = 5
 PROMPTS = [(1, 2, 3), (4,), (0, 1, 0, 1, 0), (2, 2, 2, 2, 2, 2, 2)]
@@ -457,3 +459,35 @@ def test_a_stop_string_before_min_tokens_is_text() -> None:
     # From the ninth token on stop strings count; what came before stays.
     assert stream.text == spelled(full[:8]) + late[: late.index(stop)]
     assert request.finish == "stop"
+
+
+# --------------------------------------------------------------------------------------------------- on the native core
+
+
+@pytest.mark.parametrize("rule", ["match", "rejection", "block"])
+def test_two_tokens_follow_the_law_on_the_native_core(rule: str) -> None:
+    """Chi-square of a tiny model with a different draft model, native passes, native sampling, whole loop."""
+    from scipy import stats
+
+    config, arrays = random_model("qwen3", vocab_size=5)
+    other = random_model("qwen3", seed=1, vocab_size=5)
+    target, draft = BACKENDS["native-int8"](config, arrays), BACKENDS["native-int8"](*other)
+    slot = target.new_slot()
+
+    def law(tokens: Sequence[int]) -> np.ndarray:
+        logits = target.forward([Rows(slot, tokens, logits=[len(tokens) - 1])]).logits[0].astype(np.float64)
+        p = np.exp((logits - logits.max()) / 4.0)
+        return p / p.sum()
+
+    e = Engine(Decoder(target, DraftModelDrafter(draft), Controller(2)))
+    counts = np.zeros((5, 5))
+    for start in range(0, 3000, 6):
+        requests = [
+            e.submit((1, 2), SampleOpts(max_tokens=2, temperature=4.0, seed=seed, rule=rule))  # type: ignore[arg-type]
+            for seed in range(start, start + 6)
+        ]
+        e.run(requests)
+        for request in requests:
+            counts[tuple(request.output)] += 1
+    expected = 3000 * np.array([law((1, 2))[a] * law((1, 2, a)) for a in range(5)])
+    assert stats.chisquare(counts.ravel(), expected.ravel()).pvalue > 1e-4

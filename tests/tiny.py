@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from outpace.backends.base import Backend
+from outpace.backends.native import NativeBackend
 from outpace.backends.reference import ReferenceBackend
 from outpace.config import ModelConfig, RopeScaling
 from outpace.models.names import expected_tensors
@@ -153,7 +154,17 @@ def _reference(precision: str) -> Make:
     return make
 
 
+def _native(precision: str) -> Make:
+    def make(config: ModelConfig, arrays: Arrays, *, slots: int = 8, positions: int | None = None) -> Backend:
+        weights = WeightMap.from_tensors(arrays)
+        return NativeBackend(config, weights, precision=precision, slots=slots, positions=positions)  # type: ignore[arg-type]
+
+    return make
+
+
 BACKENDS: dict[str, Make] = {
+    "native-f32": _native("f32"),
+    "native-int8": _native("int8"),
     "reference-f32": _reference("f32"),
     "reference-int8": _reference("int8"),
 }
