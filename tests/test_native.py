@@ -9,9 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+import tiny
 
 native = pytest.importorskip("outpace.backends.native", reason="the native core is not built")
 
@@ -404,23 +405,23 @@ def test_weights_are_taken_out_of_the_map():
 @pytest.mark.parametrize(
     ("share", "error"),
     [
-        (dict(tokens=[]), UsageError),
-        (dict(tokens=[67]), UsageError),
-        (dict(tokens=[-1]), UsageError),
-        (dict(tokens=[2**70]), UsageError),
-        (dict(tokens=[1.5]), UsageError),
-        (dict(tokens=[1, 2], parents=[-1, 1]), UsageError),
-        (dict(tokens=[1, 2], parents=[-1, -2]), UsageError),
-        (dict(tokens=[1, 2], parents=[-1]), UsageError),
-        (dict(tokens=[1, 2], logits=[2]), UsageError),
-        (dict(tokens=[1, 2], logits=[1, 0]), UsageError),
-        (dict(tokens=[1, 2], logits=[0, 0]), UsageError),
-        (dict(tokens=[1, 2], logits=[-1]), UsageError),
-        (dict(tokens=[1] * 120), CapacityError),
-        (dict(tokens=[1] * 600), CapacityError),
-        (dict(slot=1, tokens=[1]), UsageError),
-        (dict(slot=-1, tokens=[1]), UsageError),
-        (dict(slot=2**40, tokens=[1]), UsageError),
+        ({"tokens": []}, UsageError),
+        ({"tokens": [67]}, UsageError),
+        ({"tokens": [-1]}, UsageError),
+        ({"tokens": [2**70]}, UsageError),
+        ({"tokens": [1.5]}, UsageError),
+        ({"tokens": [1, 2], "parents": [-1, 1]}, UsageError),
+        ({"tokens": [1, 2], "parents": [-1, -2]}, UsageError),
+        ({"tokens": [1, 2], "parents": [-1]}, UsageError),
+        ({"tokens": [1, 2], "logits": [2]}, UsageError),
+        ({"tokens": [1, 2], "logits": [1, 0]}, UsageError),
+        ({"tokens": [1, 2], "logits": [0, 0]}, UsageError),
+        ({"tokens": [1, 2], "logits": [-1]}, UsageError),
+        ({"tokens": [1] * 120}, CapacityError),
+        ({"tokens": [1] * 600}, CapacityError),
+        ({"slot": 1, "tokens": [1]}, UsageError),
+        ({"slot": -1, "tokens": [1]}, UsageError),
+        ({"slot": 2**40, "tokens": [1]}, UsageError),
     ],
 )
 def test_a_pass_that_is_refused_changes_nothing(share, error):

@@ -9,7 +9,7 @@ F32 = NDArray[np.float32]
 I8 = NDArray[np.int8]
 I64 = NDArray[np.int64]
 
-class Full(Exception):
+class Full(Exception):  # noqa: N818 (says what the model is)
     """No slot, row or position is left."""
 
 def isa() -> str:

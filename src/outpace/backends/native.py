@@ -222,7 +222,7 @@ def _guard(call: Callable[[], T]) -> T:
     except _native.Full as error:
         raise CapacityError(str(error)) from None
     except MemoryError:
-        raise CapacityError("not enough memory for the model or its cache; use fewer slots or a smaller model") from None
+        raise CapacityError("not enough memory for model and cache; use fewer slots or a smaller model") from None
     except ValueError as error:
         raise UsageError(str(error)) from None
 
