@@ -5,9 +5,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import pytest  # noqa: E402
+import pytest
 
-from outpace import hub  # noqa: E402
+from outpace import hub
 
 
 @pytest.fixture(scope="session")

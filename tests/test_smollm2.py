@@ -69,7 +69,10 @@ def options(setting: str) -> list[SampleOpts]:
 def plain(model: LanguageModel) -> dict[str, list[list[int]]]:
     """Plain decoding, one prompt at a time."""
     return {
-        setting: [model.generate(p, o, speculate=False).token_ids for p, o in zip(ids(model), options(setting), strict=True)]
+        setting: [
+            model.generate(prompt, opts, speculate=False).token_ids
+            for prompt, opts in zip(ids(model), options(setting), strict=True)
+        ]
         for setting in SETTINGS
     }
 

@@ -90,7 +90,5 @@ class Model:
     @property
     def cache_bytes(self) -> int: ...
 
-def choose(
-    logits: NDArray[np.float32], temperature: float, top_k: int, top_p: float, min_p: float, key: int
-) -> int:
+def choose(logits: NDArray[np.float32], temperature: float, top_k: int, top_p: float, min_p: float, key: int) -> int:
     """The token that sampling.py's reference chooses from logits [n] by the noise of `key`; -1 for broken logits."""

@@ -20,7 +20,7 @@ from ..config import ModelConfig
 from ..models.names import expected_tensors, is_matrix
 from ..models.quantise import quantise_weights
 from ..models.rotary import rotary_frequencies
-from ..types import F32, CapacityError, ModelError, OutpaceError, UsageError
+from ..types import F32, CapacityError, ModelError, OutpaceError, RewindError, UsageError
 from ..weights.weight_map import WeightMap
 from .base import Capacity, Pass, Rows
 
@@ -137,6 +137,9 @@ class NativeBackend:
         _guard(lambda: self._model.commit(_index(slot), [_index(row) for row in rows]))
 
     def truncate(self, slot: int, length: int) -> None:
+        held = self.length(slot)
+        if not 0 <= length <= held:
+            raise RewindError(f"cannot truncate slot {slot} to {length}: it holds {held} rows")
         _guard(lambda: self._model.truncate(_index(slot), _index(length)))
 
     def forward(self, batch: Sequence[Rows], taps: Sequence[int] = ()) -> Pass:
