@@ -313,8 +313,8 @@ def test_taps_have_one_row_for_every_token_read() -> None:
 class Alternate:
     """A constraint: even and odd token ids take turns."""
 
-    def __init__(self) -> None:
-        self.count = 0
+    def __init__(self, count: int = 0) -> None:
+        self.count = count
 
     def mask(self, ahead: Sequence[int]) -> np.ndarray:
         return np.arange(V) % 2 == (self.count + len(ahead)) % 2
@@ -326,7 +326,7 @@ class Alternate:
         self.count += len(tokens)
 
     def fork(self) -> Alternate:
-        raise AssertionError
+        return Alternate(self.count)
 
 
 def test_a_constraint_holds_at_every_row_and_cuts_drafts_before_they_cost_one() -> None:

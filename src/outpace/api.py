@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -106,10 +106,14 @@ def load(
         draft = "draft_model"
     if (draft == "draft_model") != (draft_model is not None):
         raise UsageError("draft='draft_model' and draft_model=NAME go together")
-    if draft_tokens is not None and not 0 <= draft_tokens <= MAX_DRAFT:
-        raise UsageError(f"draft_tokens must be in 0 .. {MAX_DRAFT}, got {draft_tokens}")
+    if draft_tokens is not None and not (isinstance(draft_tokens, int) and 0 <= draft_tokens <= MAX_DRAFT):
+        raise UsageError(f"draft_tokens must be in 0 .. {MAX_DRAFT}, got {draft_tokens!r}")
     if precision not in ("int8", "f32"):
         raise UsageError(f"precision must be int8 or f32, got {precision!r}")
+    if backend not in ("native", "reference"):
+        raise UsageError(f"backend must be native or reference, got {backend!r}")
+    if context is not None and not isinstance(context, int):
+        raise UsageError(f"context must be a whole number, got {context!r}")
 
     def open_backend(loaded: LoadedModel, positions: int | None) -> Backend:
         if positions is not None and not 1 <= positions <= loaded.config.max_position_embeddings:
@@ -174,7 +178,10 @@ def load_defaults(loaded: LoadedModel) -> dict[str, Any]:
 
 
 class LanguageModel:
-    """A loaded model with its tokenizer, drafter and engine. Not thread-safe: one caller at a time."""
+    """A loaded model with its tokenizer, drafter and engine.
+
+    Threads may share it; their requests share the passes. After a fork only the parent may go on with it.
+    """
 
     def __init__(
         self,
@@ -194,6 +201,7 @@ class LanguageModel:
         self.template = template
         self.defaults = dict(defaults or {})
         self.name = name
+        self._closed = False
         ends = set(target.config.eos_token_ids)
         if tokenizer is not None and tokenizer.eos_id is not None:
             ends.add(tokenizer.eos_id)
@@ -229,6 +237,9 @@ class LanguageModel:
 
         opts: for all prompts, or one each. taps: hidden states wanted in Result.taps (see backends/base.py).
         """
+        if isinstance(prompts, (str, bytes)):
+            raise UsageError("generate_many takes a list of prompts; give one prompt to generate")
+        prompts = list(prompts)
         each = [opts] * len(prompts) if opts is None or isinstance(opts, SampleOpts) else list(opts)
         if len(each) != len(prompts):
             raise UsageError(f"{len(prompts)} prompts but {len(each)} options")
@@ -252,22 +263,32 @@ class LanguageModel:
         **changes: Any,
     ) -> Generator[Delta]:
         """Like `generate`, a Delta per round. Closing the iterator (or Ctrl-C) cancels; the model stays usable."""
-        request = self._submit(prompt, opts, speculate, taps, changes)
-        return self._deltas(request)
+        deltas = self._deltas(self._submit(prompt, opts, speculate, taps, changes))
+        next(deltas)  # it has begun: from here on, dropping it cancels the request too
+        return deltas
 
     def _deltas(self, request: Request) -> Generator[Delta]:
-        shown = logged = 0
+        shown = logged = rounds = 0
         try:
-            while not request.finish:
-                self.engine.step()
-                output, logprobs = request.output, request.logprobs
-                if len(output) == shown:
-                    continue
-                text = request.text.take() if isinstance(request.text, TextStream) else ""
-                accepted = request.rounds[-1][1] if request.rounds else 0
-                result = self._result(request) if request.finish else None
+            yield Delta("", [], 0)
+            while True:
+                # The engine may have worked on this request before, on behalf of another one.
+                with self.engine.lock:
+                    if not request.finish and len(request.output) == shown:
+                        self.engine.step()
+                    if request.error is not None:
+                        raise request.error
+                    output, logprobs = request.output, list(request.logprobs)
+                    if len(output) == shown and not request.finish:
+                        continue
+                    text = request.text.take() if isinstance(request.text, TextStream) else ""
+                    accepted = sum(accepted for _, accepted in request.rounds[rounds:])
+                    rounds = len(request.rounds)
+                    result = self._result(request) if request.finish else None
                 yield Delta(text, output[shown:], accepted, logprobs[logged:], result)
                 shown, logged = len(output), len(logprobs)
+                if result is not None:
+                    return
         finally:
             self.engine.cancel(request)
 
@@ -295,7 +316,12 @@ class LanguageModel:
 
     def _prompt(self, messages: Messages, more: dict[str, Any]) -> tuple[list[int], dict[str, Any]]:
         rest = {k: v for k, v in more.items() if k not in ("tools", "template")}
-        return self.chat_ids(messages, tools=more.get("tools"), **more.get("template", {})), rest
+        variables = more.get("template") or {}
+        if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
+            raise UsageError("template must be a map from variable names to values")
+        if taken := sorted({"messages", "tools"} & variables.keys()):
+            raise UsageError(f"template variable {taken[0]} is an argument of its own")
+        return self.chat_ids(messages, tools=more.get("tools"), **variables), rest
 
     # -- between text and requests
 
@@ -307,10 +333,14 @@ class LanguageModel:
         taps: Sequence[int],
         changes: Mapping[str, Any],
     ) -> Request:
-        try:
-            opts = replace(opts or SampleOpts(), **changes).with_defaults(self.defaults)
-        except TypeError as error:
-            raise UsageError(f"unknown sampling parameter: {error}") from None
+        if self._closed:
+            raise UsageError("the model is closed: load it again")
+        if opts is not None and not isinstance(opts, SampleOpts):
+            raise UsageError(f"opts must be a SampleOpts, got {type(opts).__name__}")
+        unknown = changes.keys() - {f.name for f in fields(SampleOpts)}
+        if unknown:
+            raise UsageError(f"unknown sampling parameter: {', '.join(sorted(unknown))}")
+        opts = replace(opts or SampleOpts(), **changes).with_defaults(self.defaults)
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise UsageError("this model has no tokenizer: give token ids")
@@ -335,6 +365,7 @@ class LanguageModel:
 
     def close(self) -> None:
         """Frees the slots. The model cannot be used afterwards."""
+        self._closed = True
         self.engine.close()
         if self.drafter is not None:
             self.drafter.close()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -23,7 +23,7 @@ from .backends.base import Backend, Pass, Rows
 from .controller import FIXED_DRAFT, MAX_DRAFT, Controller, Track
 from .drafters.base import Drafter, State
 from .sampling import Sampler
-from .types import F32, Draft, NumericalError, SampleOpts, Stats, TokenLogprobs, Verdict
+from .types import F32, Constraint, Draft, OutpaceError, SampleOpts, Stats, TokenLogprobs, UsageError, Verdict
 
 
 class TextSink(Protocol):
@@ -42,7 +42,8 @@ class Request:
 
     tokens: prompt and emitted tokens. slot: the target's. read: how many of `tokens` the slot holds.
     limit: most tokens to emit. finish: "" while running, then "stop" (end token, stop token or stop string),
-    "length" or "cancelled". taps: wanted hidden states; tapped[t] collects one float32 row per token read.
+    "length", "cancelled" or "error" (error says which). taps: wanted hidden states; tapped[t] collects one float32 row
+    per token read.
     """
 
     prompt: tuple[int, ...]
@@ -56,6 +57,7 @@ class Request:
     slot: int = -1
     read: int = 0
     finish: str = ""
+    error: Exception | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     tapped: dict[int, list[F32]] = field(default_factory=dict)
@@ -82,6 +84,10 @@ class Request:
     @property
     def emitted(self) -> int:
         return len(self.tokens) - len(self.prompt)
+
+    def fail(self, error: Exception) -> None:
+        """Ends the answer with an error of its own (NaN logits, a constraint that raises): others go on."""
+        self.finish, self.error = "error", error
 
     def emit(self, token: int) -> bool:
         """Appends one token; True when the answer ends with it."""
@@ -139,8 +145,8 @@ class Decoder:
     def round(self, requests: Sequence[Request]) -> None:
         """One pass for all these running requests; afterwards each has read or emitted something.
 
-        The sum of the requests must not exceed the target's rows per pass. Raises NumericalError when the model's
-        logits are NaN; the requests are as before the round then.
+        The sum of the requests must not exceed the target's rows per pass. What goes wrong with one request alone ends
+        that request (`Request.error`); what goes wrong with the pass is raised, and the requests are as before then.
         """
         start = time.perf_counter()
         shares = self._read(requests)
@@ -153,7 +159,11 @@ class Decoder:
         first_logits = first_row = 0
         for share, rows in zip(shares, batch, strict=True):
             count = len(share.draft) + 1 if share.decodes else 0
-            self._settle(share, result.logits[first_logits : first_logits + count], result, first_row)
+            try:
+                if not share.request.finish:
+                    self._settle(share, result.logits[first_logits : first_logits + count], result, first_row)
+            except Exception as error:
+                share.request.fail(error)
             first_logits += count
             first_row += len(rows.tokens)
         done = time.perf_counter()
@@ -198,15 +208,19 @@ class Decoder:
         wanted = [(share, n) for share, n in zip(willing, lengths, strict=True) if n > 0]
         try:
             drafts = self.drafter.propose([(share.request.state, n) for share, n in wanted]) if wanted else []
-        except NumericalError as error:
+            vocab = self.target.config.vocab_size
+            drafts = [draft.cut(n).checked(vocab) for draft, (_, n) in zip(drafts, wanted, strict=True)]
+        except Exception as error:  # whatever a drafter does, it must not cost the answer
             for share, _ in wanted:
                 share.request.speculate = False
-            warnings.warn(f"drafter {self.drafter.name} failed and is left out for this request: {error}", stacklevel=4)
+            why = str(error) if isinstance(error, OutpaceError) else f"{type(error).__name__}: {error}"
+            warnings.warn(f"drafter {self.drafter.name} failed and is left out for this request: {why}", stacklevel=4)
             return 0
-        for (share, n), draft in zip(wanted, drafts, strict=True):
-            constraint = share.request.opts.constraint
-            draft = draft.cut(n)
-            share.draft = draft.cut(constraint.cut(draft.tokens)) if constraint is not None else draft
+        for (share, _), draft in zip(wanted, drafts, strict=True):
+            try:
+                share.draft = _allowed(draft, share.request.opts.constraint)
+            except Exception as error:
+                share.request.fail(error)
         return sum(len(share.draft) for share, _ in wanted)
 
     def _limit(self, request: Request, room: int) -> int:
@@ -268,9 +282,11 @@ def decide(sampler: Sampler, draft: Draft, logits: F32) -> Verdict:
     return law(draft, lambda row: sampler.row(logits[row], ahead(row)), sampler.accept, sampler.residual)
 
 
-def run(decoder: Decoder, requests: Iterable[Request]) -> None:
-    """Rounds until every request has finished."""
-    running = [r for r in requests if not r.finish]
-    while running:
-        decoder.round(running)
-        running = [r for r in running if not r.finish]
+def _allowed(draft: Draft, constraint: Constraint | None) -> Draft:
+    """The draft's beginning that the constraint lets through. Raises UsageError for a count that makes no sense."""
+    if constraint is None:
+        return draft
+    count = constraint.cut(draft.tokens)
+    if not isinstance(count, int) or not 0 <= count <= len(draft):
+        raise UsageError(f"constraint.cut must return a whole number in 0 .. {len(draft)}, got {count!r}")
+    return draft.cut(count)

@@ -7,20 +7,26 @@ api.py turns requests into results.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 from .decode import Decoder, Request, TextSink
 from .drafters.draft_model import common_prefix
 from .sampling import Sampler
-from .types import ContextError, RewindError, SampleOpts, UsageError
+from .types import ContextError, RewindError, SampleOpts, UsageError, token_ids
 
 
 class Engine:
-    """The requests of one target. Not thread-safe."""
+    """The requests of one target.
+
+    Threads may share it: whoever steps works for all requests. lock: held while anything changes.
+    """
 
     def __init__(self, decoder: Decoder, *, end_tokens: frozenset[int] = frozenset(), known_tokens: int | None = None):
         """end_tokens: ids that end an answer. known_tokens: ids from here on are padding of the vocabulary."""
+        self.lock = threading.RLock()
         self.decoder = decoder
         self.end_tokens = end_tokens
         self.known_tokens = known_tokens
@@ -44,6 +50,7 @@ class Engine:
         """
         target = self.decoder.target
         vocab, layers = target.config.vocab_size, target.config.num_hidden_layers
+        prompt, taps = token_ids("the prompt", prompt), tuple(dict.fromkeys(token_ids("taps", taps)))
         if not prompt:
             raise UsageError("the prompt is empty: give at least one token")
         outside = next((t for t in prompt if not 0 <= t < vocab), None)
@@ -62,60 +69,70 @@ class Engine:
             )
         if opts.stop and text is None:
             raise UsageError("stop strings need a tokenizer; use stop_tokens with token ids")
+        if opts.constraint is not None:
+            # Its state belongs to one answer: the caller's own object serves any number of them.
+            opts = replace(opts, constraint=opts.constraint.fork())
         sampler = Sampler(opts, vocab, prompt, end_tokens=self.end_tokens, known_tokens=self.known_tokens)
         request = Request(
-            prompt=tuple(prompt),
+            prompt=prompt,
             opts=opts,
             sampler=sampler,
             limit=min(opts.max_tokens or room, room),
             end_tokens=self.end_tokens,
             text=text,
-            taps=tuple(taps),
+            taps=taps,
             speculate=speculate,
         )
-        self.waiting.append(request)
+        with self.lock:
+            self.waiting.append(request)
         return request
 
     def step(self) -> list[Request]:
         """Admits what fits and runs one round; returns the requests that took part ([] when nothing is left)."""
-        while self.waiting and len(self.running) < self.decoder.target.capacity.slots:
-            request = self.waiting.popleft()
-            self._admit(request)
-            self.running.append(request)
-        active = list(self.running[: self.decoder.target.capacity.rows])
-        if active:
-            self.decoder.round(active)
-        for request in active:
-            if request.finish:
-                self._release(request)
-        return active
+        with self.lock:
+            while self.waiting and len(self.running) < self.decoder.target.capacity.slots:
+                request = self.waiting.popleft()
+                self._admit(request)
+                self.running.append(request)
+            active = list(self.running[: self.decoder.target.capacity.rows])
+            if active:
+                self.decoder.round(active)
+            for request in active:
+                if request.finish:
+                    self._release(request)
+            return active
 
     def run(self, requests: Sequence[Request]) -> None:
-        """Steps until these requests have finished; cancels them when interrupted."""
+        """Steps until these requests have finished; cancels them when interrupted. Raises the error of a failed one."""
         try:
             while not all(request.finish for request in requests):
                 self.step()
+                failed = next((request.error for request in requests if request.error is not None), None)
+                if failed is not None:
+                    raise failed
         finally:
             for request in requests:
                 self.cancel(request)
 
     def cancel(self, request: Request) -> None:
         """Ends a request that is waiting or running; does nothing to a finished one."""
-        if request.finish and request not in self.running:
-            return
-        request.finish = request.finish or "cancelled"
-        if request in self.waiting:
-            self.waiting.remove(request)
-        elif request in self.running:
-            self._release(request)
+        with self.lock:
+            if request.finish and request not in self.running:
+                return
+            request.finish = request.finish or "cancelled"
+            if request in self.waiting:
+                self.waiting.remove(request)
+            elif request in self.running:
+                self._release(request)
 
     def close(self) -> None:
         """Cancels everything and frees the slots."""
-        for request in [*self.waiting, *self.running]:
-            self.cancel(request)
-        for slot in self._idle:
-            self.decoder.target.free_slot(slot)
-        self._idle.clear()
+        with self.lock:
+            for request in [*self.waiting, *self.running]:
+                self.cancel(request)
+            for slot in self._idle:
+                self.decoder.target.free_slot(slot)
+            self._idle.clear()
 
     # -- slots
 
@@ -144,7 +161,7 @@ class Engine:
 
     def _release(self, request: Request) -> None:
         self.running.remove(request)
-        if self.decoder.drafter is not None:
-            self.decoder.drafter.forget(request.state)
         held = self.decoder.target.length(request.slot)
         self._idle[request.slot] = request.tokens[:held]
+        if self.decoder.drafter is not None:
+            self.decoder.drafter.forget(request.state)

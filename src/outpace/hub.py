@@ -95,7 +95,17 @@ def resolve(name_or_path: str | Path, *, offline: bool = False, download: bool =
     A built-in model that is not there yet is pulled, unless `offline` or not `download`. Raises HubError that says
     what to do.
     """
-    local = Path(name_or_path).expanduser()
+    if not isinstance(name_or_path, (str, Path)) or not str(name_or_path):
+        raise HubError(f"a model is a name, a folder or a .gguf file, got {name_or_path!r}")
+    try:
+        local = Path(name_or_path).expanduser()
+        local.stat()
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, RuntimeError) as error:
+        raise HubError(
+            f"{str(name_or_path)[:80]!r} is no model: {getattr(error, 'strerror', None) or error}"
+        ) from None
     if local.is_dir() or (local.is_file() and local.suffix == ".gguf"):
         return local
     if local.is_file():

@@ -118,7 +118,8 @@ def distribution(logits: F32, opts: SampleOpts) -> Distribution:
         raise NumericalError("no token is left to choose from: the masks exclude the whole vocabulary")
     if not opts.temperature:
         return Distribution(np.array([best], dtype=np.int64), np.ones(1))
-    weights = np.exp((logits.astype(np.float64) - top) / opts.temperature)
+    with np.errstate(over="ignore"):  # at a tiny temperature what is not the best goes to -inf
+        weights = np.exp((logits.astype(np.float64) - top) / opts.temperature)
     tokens = np.flatnonzero(weights)
     probs = weights[tokens]
     probs /= probs.sum()
@@ -176,7 +177,7 @@ def _native_rule(opts: SampleOpts) -> tuple[float, int, float, float] | None:
     temperature = opts.temperature or 0.0
     if (temperature and not 1e-6 <= temperature <= 1e6) or (opts.typical_p or 1.0) < 1.0:
         return None
-    return temperature, opts.top_k or 0, opts.top_p or 1.0, opts.min_p or 0.0
+    return temperature, min(opts.top_k or 0, 2**31), opts.top_p or 1.0, opts.min_p or 0.0
 
 
 class Sampler:
@@ -209,7 +210,8 @@ class Sampler:
         self.output: list[int] = []
         self._counts: Counter[int] = Counter()
         self._prompt_tokens = frozenset(prompt)
-        self._ends = self._ids("stop_tokens", (*end_tokens, *opts.stop_tokens), strict=False)
+        self._ids("stop_tokens", opts.stop_tokens)
+        self._ends = self._ids("end_tokens", (*end_tokens, *opts.stop_tokens), strict=False)
         bias = opts.logit_bias or {}
         self._bias_ids = self._ids("logit_bias", bias)
         self._bias = np.array(list(bias.values()), dtype=np.float32)
@@ -228,11 +230,12 @@ class Sampler:
         )
 
     def _ids(self, name: str, ids: Iterable[int], *, strict: bool = True) -> I64:
-        array = np.array(list(ids), dtype=np.int64)
-        inside = (array >= 0) & (array < self.vocab_size)
-        if strict and not inside.all():
-            raise UsageError(f"{name}: token id {array[~inside][0]} is outside the vocabulary of {self.vocab_size}")
-        return array[inside]
+        given = list(ids)
+        inside = [token for token in given if 0 <= token < self.vocab_size]
+        if strict and len(inside) < len(given):
+            outside = next(token for token in given if not 0 <= token < self.vocab_size)
+            raise UsageError(f"{name}: token id {outside} is outside the vocabulary of {self.vocab_size}")
+        return np.array(inside, dtype=np.int64)
 
     # -- history
 
@@ -253,12 +256,12 @@ class Sampler:
     def processed(self, logits: F32, ahead: Sequence[int] = ()) -> F32:
         """Steps 1 to 3: float32 [vocab_size]; the input itself when nothing applies."""
         opts = self.opts
-        constraint = opts.constraint.mask(ahead) if opts.constraint is not None else None
+        allowed = self._allowed(ahead) if opts.constraint is not None else None
         early = len(self.output) + len(ahead) < (opts.min_tokens or 0)
         words = self._bad_word_ends(ahead)
         if not (
             len(self._bias) or self._penalties or len(self._banned) or early or words
-            or constraint is not None or self._excluded is not None
+            or allowed is not None or self._excluded is not None
         ):  # fmt: skip
             return logits
         row = logits.astype(np.float32)  # a copy
@@ -271,10 +274,20 @@ class Sampler:
             row[self._excluded] = -np.inf
         if early:
             row[self._ends] = -np.inf
-        if constraint is not None:
-            row[: len(constraint)][~constraint[: len(row)]] = -np.inf
-            row[len(constraint) :] = -np.inf
+        if allowed is not None:
+            row[~allowed] = -np.inf
         return row
+
+    def _allowed(self, ahead: Sequence[int]) -> NDArray[np.bool_] | None:
+        """The constraint's mask. Raises UsageError for one that is no bool array over the vocabulary."""
+        assert self.opts.constraint is not None
+        mask: object = self.opts.constraint.mask(ahead)
+        if mask is None:
+            return None
+        if not isinstance(mask, np.ndarray) or mask.dtype != np.bool_ or mask.shape != (self.vocab_size,):
+            found = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, np.ndarray) else type(mask).__name__
+            raise UsageError(f"constraint.mask must return None or a bool array [{self.vocab_size}], got {found}")
+        return mask
 
     def _penalise(self, row: F32, ahead: Sequence[int]) -> None:
         opts = self.opts

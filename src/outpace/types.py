@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, Protocol
 
@@ -22,6 +22,8 @@ I64 = NDArray[np.int64]
 
 Rule = Literal["match", "rejection", "block"]
 RULES: tuple[str, ...] = ("match", "rejection", "block")
+MAX_BIAS = 1e30  # size of what may be added to a logit, so that sums and quotients stay in float32
+MAX_PENALTY = 1e6  # repetition penalties lie between this and its inverse
 
 
 # --------------------------------------------------------------------------------------------------------- errors
@@ -94,6 +96,11 @@ class Distribution:
         at = int(np.searchsorted(self.tokens, token))
         return float(self.probs[at]) if at < len(self.tokens) and self.tokens[at] == token else 0.0
 
+    def is_sound(self) -> bool:
+        """Whether the row is what the fields promise; a row from a foreign drafter need not be."""
+        ascending = len(self.tokens) == len(self.probs) > 0 and bool((np.diff(self.tokens) > 0).all())
+        return ascending and bool((self.probs > 0.0).all()) and abs(float(self.probs.sum()) - 1.0) < 1e-6
+
     @property
     def one_hot(self) -> bool:
         return len(self.tokens) == 1
@@ -124,6 +131,18 @@ class Draft:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def checked(self, vocab_size: int) -> Draft:
+        """The draft with plain integers as tokens. Raises UsageError for a token outside the vocabulary, and for a q
+        that is no distribution or that the token cannot have been drawn from."""
+        tokens = token_ids("draft", self.tokens)
+        for i, token in enumerate(tokens):
+            if not 0 <= token < vocab_size:
+                raise UsageError(f"draft token id {token} is outside the vocabulary of {vocab_size}")
+            q = self.q[i] if self.q is not None else None
+            if q is not None and not (q.is_sound() and q.prob(token) > 0.0):
+                raise UsageError(f"draft token {i} has a q that it cannot have been drawn from")
+        return replace(self, tokens=tokens)
 
     def path(self, node: int) -> tuple[int, ...]:
         """The draft's tokens from the context up to and with draft token `node`; () for -1."""
@@ -272,42 +291,121 @@ class SampleOpts:
 
     def __post_init__(self) -> None:
         def bad(name: str, rule: str) -> UsageError:
-            return UsageError(f"{name} must be {rule}, got {getattr(self, name)!r}")
+            return UsageError(f"{name} must be {rule}, got {_short(getattr(self, name))}")
+
+        def put(name: str, value: Any) -> None:
+            # Plain Python values from here on: numbers of NumPy, lists and iterators are as good as floats and tuples.
+            object.__setattr__(self, name, value)
 
         def number(name: str, low: float, high: float, rule: str, *, open_low: bool = False) -> None:
             value = getattr(self, name)
             if value is None:
                 return
-            ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-            if not ok or value < low or value > high or (open_low and value == low):
+            found = _number(value)
+            if found is None or not low <= found <= high or (open_low and found == low):
                 raise bad(name, rule)
+            put(name, found)
 
         def whole(name: str, low: int, rule: str) -> None:
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < low):
+            if value is None:
+                return
+            found = _whole(value)
+            if found is None or found < low:
                 raise bad(name, rule)
+            put(name, found)
+
+        def flag(name: str) -> None:
+            if not isinstance(getattr(self, name), (bool, np.bool_)):
+                raise bad(name, "True or False")
+            put(name, bool(getattr(self, name)))
 
         number("temperature", 0.0, math.inf, "a finite number >= 0")
         number("top_p", 0.0, 1.0, "in (0, 1]", open_low=True)
         number("min_p", 0.0, 1.0, "in [0, 1]")
         number("typical_p", 0.0, 1.0, "in (0, 1]", open_low=True)
-        number("repetition_penalty", 0.0, math.inf, "a finite number > 0", open_low=True)
-        number("presence_penalty", -math.inf, math.inf, "a finite number")
-        number("frequency_penalty", -math.inf, math.inf, "a finite number")
+        number("repetition_penalty", 1 / MAX_PENALTY, MAX_PENALTY, f"in {1 / MAX_PENALTY:g} .. {MAX_PENALTY:g}")
+        number("presence_penalty", -MAX_BIAS, MAX_BIAS, f"a number of size <= {MAX_BIAS:g}")
+        number("frequency_penalty", -MAX_BIAS, MAX_BIAS, f"a number of size <= {MAX_BIAS:g}")
         whole("top_k", -1, "a whole number >= 1, or 0 or -1 for no limit")
         whole("seed", 0, "a whole number >= 0")
         whole("choice", 0, "a whole number >= 0")
         whole("max_tokens", 1, "a whole number >= 1")
         whole("min_tokens", 0, "a whole number >= 0")
         whole("logprobs", 0, "a whole number >= 0")
-        if self.rule not in RULES:
+        flag("ignore_eos")
+        flag("processed_logprobs")
+        if self.min_tokens is not None and self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise UsageError(f"min_tokens {self.min_tokens} is more than max_tokens {self.max_tokens}")
+        if not isinstance(self.rule, str) or self.rule not in RULES:
             raise bad("rule", "one of " + ", ".join(RULES))
-        if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
+        if isinstance(self.stop, (str, bytes)) or not isinstance(self.stop, Iterable):
             raise bad("stop", "a tuple of non-empty strings")
-        if self.bad_words is not None and not all(self.bad_words):
-            raise bad("bad_words", "a tuple of non-empty token sequences")
-        for token, bias in (self.logit_bias or {}).items():
-            if not isinstance(token, int) or isinstance(bias, bool) or not isinstance(bias, (int, float)):
-                raise bad("logit_bias", "a map from token id to number")
-            if math.isnan(bias) or bias == math.inf:
-                raise bad("logit_bias", "made of finite numbers or -inf")
+        put("stop", tuple(self.stop))
+        if not all(isinstance(s, str) and s for s in self.stop):
+            raise bad("stop", "a tuple of non-empty strings")
+        for name in ("allowed_tokens", "banned_tokens", "stop_tokens"):
+            if getattr(self, name) is not None or name == "stop_tokens":
+                put(name, token_ids(name, getattr(self, name)))
+        if self.bad_words is not None:
+            if isinstance(self.bad_words, (str, bytes)) or not isinstance(self.bad_words, Iterable):
+                raise bad("bad_words", "a tuple of non-empty token sequences")
+            put("bad_words", tuple(token_ids("bad_words", word) for word in self.bad_words))
+            if not all(self.bad_words):
+                raise bad("bad_words", "a tuple of non-empty token sequences")
+        if self.logit_bias is not None:
+            put("logit_bias", self._biases())
+        if self.constraint is not None:
+            missing = [f for f in ("mask", "cut", "advance", "fork") if not callable(getattr(self.constraint, f, None))]
+            if missing:
+                raise UsageError(f"constraint {_short(self.constraint)} has no method {missing[0]}")
+
+    def _biases(self) -> dict[int, float]:
+        if not isinstance(self.logit_bias, Mapping):
+            raise UsageError(f"logit_bias must be a map from token id to number, got {_short(self.logit_bias)}")
+        biases = {}
+        for token, bias in self.logit_bias.items():
+            i, value = _whole(token), -math.inf if bias == -math.inf else _number(bias)
+            if i is None or value is None:
+                raise UsageError(
+                    f"logit_bias must be a map from token id to finite number or -inf, got {_short({token: bias})}"
+                )
+            if abs(value) > MAX_BIAS and value != -math.inf:
+                raise UsageError(f"logit_bias must be numbers of size <= {MAX_BIAS:g} or -inf, got {value!r}")
+            biases[i] = value
+        return biases
+
+
+def token_ids(name: str, values: Any) -> tuple[int, ...]:
+    """Token ids as plain integers, from any iterable of whole numbers (also NumPy's). UsageError naming `name`."""
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+        raise UsageError(f"{name} must be a sequence of token ids, got {_short(values)}")
+    ids = []
+    for value in values:
+        number = _whole(value)
+        if number is None:
+            raise UsageError(f"{name} must hold token ids, which are whole numbers, got {_short(value)}")
+        ids.append(number)
+    return tuple(ids)
+
+
+def _whole(value: object) -> int | None:
+    """A whole number as an int, None for anything else. True and False are none."""
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+        return None
+    return int(value)
+
+
+def _number(value: object) -> float | None:
+    """A finite number as an int or float, None for anything else."""
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:
+        return None
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated
 
@@ -42,6 +43,10 @@ def _options(
 
 def main() -> None:
     """Runs the command line and ends the process: 0, 1 failure, 2 wrong usage, 130 Ctrl-C, 141 nobody reads."""
+    # A descriptor that the caller closed is no stream at all: then nothing is read and nobody sees what is written.
+    sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115 (as long-lived as the process)
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         # A terminal that cannot show a character gets a question mark, not an error in the middle of an answer.
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]

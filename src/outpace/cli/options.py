@@ -79,7 +79,7 @@ class Model:
         from .. import api
 
         return api.load(
-            self.model or api.DEFAULT_MODEL,
+            api.DEFAULT_MODEL if self.model is None else self.model,
             precision=self.precision,  # type: ignore[arg-type]  # load checks it
             draft=self.draft,
             draft_model=self.draft_model,

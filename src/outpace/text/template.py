@@ -125,6 +125,8 @@ class ChatTemplate:
         if name not in self._sources:
             raise UsageError(f"the model has no default chat template, only: {', '.join(sorted(self._sources))}")
         template, sandbox = self._templates[name]
+        if tools is not None and (isinstance(tools, (str, bytes, Mapping)) or not isinstance(tools, Sequence)):
+            raise UsageError("tools must be a list of JSON schemas")
         special = {key: value for key, value in self._special.items() if value is not None}
         values = {**special, **kwargs, "messages": messages, "tools": list(tools) if tools else None}
         try:
@@ -163,7 +165,21 @@ def encode_chat(
     """
     checked = check_messages(messages)
     shield = _Shield(tokenizer.control_tokens)
+    try:
+        return _encoded(tokenizer, template, shield, checked, tools, add_generation_prompt, kwargs)
+    except RecursionError:
+        raise UsageError("the messages, tools or template variables nest too deeply") from None
 
+
+def _encoded(
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    shield: _Shield,
+    checked: list[dict[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    add_generation_prompt: bool,
+    kwargs: Mapping[str, Any],
+) -> list[int]:
     def covered() -> str:
         safe = [{k: v if k == "role" else shield.cover(v) for k, v in message.items()} for message in checked]
         switches = {k: shield.cover(v) for k, v in kwargs.items()}
