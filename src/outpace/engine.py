@@ -91,9 +91,10 @@ class Engine:
         """Admits what fits and runs one round; returns the requests that took part ([] when nothing is left)."""
         with self.lock:
             while self.waiting and len(self.running) < self.decoder.target.capacity.slots:
-                request = self.waiting.popleft()
+                request = self.waiting[0]
                 self._admit(request)
                 self.running.append(request)
+                self.waiting.popleft()
             active = list(self.running[: self.decoder.target.capacity.rows])
             if active:
                 self.decoder.round(active)
@@ -122,7 +123,7 @@ class Engine:
             request.finish = request.finish or "cancelled"
             if request in self.waiting:
                 self.waiting.remove(request)
-            elif request in self.running:
+            if request.slot >= 0:
                 self._release(request)
 
     def close(self) -> None:
@@ -134,7 +135,8 @@ class Engine:
                 self.decoder.target.free_slot(slot)
             self._idle.clear()
 
-    # -- slots
+    # -- slots. Ctrl-C may come between any two lines: a slot always belongs to a request or to the idle ones, and
+    #    releasing a request twice does no harm.
 
     def _admit(self, request: Request) -> None:
         target = self.decoder.target
@@ -146,22 +148,28 @@ class Engine:
         }
         best = max(shared, key=shared.__getitem__, default=None)
         if best is not None and shared[best] > 0:
+            request.slot = best
             del self._idle[best]
             try:
                 target.truncate(best, shared[best])
                 request.begin(best, shared[best])
                 return
             except RewindError:
+                request.slot = -1
                 target.free_slot(best)
         if len(self.running) + len(self._idle) >= target.capacity.slots:
             oldest = next(iter(self._idle))
             del self._idle[oldest]
             target.free_slot(oldest)
-        request.begin(target.new_slot(), 0)
+        request.slot = target.new_slot()
+        request.begin(request.slot, 0)
 
     def _release(self, request: Request) -> None:
-        self.running.remove(request)
         held = self.decoder.target.length(request.slot)
         self._idle[request.slot] = request.tokens[:held]
-        if self.decoder.drafter is not None:
-            self.decoder.drafter.forget(request.state)
+        try:
+            if self.decoder.drafter is not None:
+                self.decoder.drafter.forget(request.state)
+        finally:
+            if request in self.running:
+                self.running.remove(request)
