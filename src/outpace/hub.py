@@ -103,9 +103,7 @@ def resolve(name_or_path: str | Path, *, offline: bool = False, download: bool =
     except FileNotFoundError:
         pass
     except (OSError, ValueError, RuntimeError) as error:
-        raise HubError(
-            f"{str(name_or_path)[:80]!r} is no model: {getattr(error, 'strerror', None) or error}"
-        ) from None
+        raise HubError(f"{str(name_or_path)[:80]!r} is no model: {getattr(error, 'strerror', None) or error}") from None
     if local.is_dir() or (local.is_file() and local.suffix == ".gguf"):
         return local
     if local.is_file():
