@@ -21,7 +21,7 @@ from outpace.drafters import Drafter, DraftModelDrafter, NgramDrafter, State, Su
 from outpace.engine import Engine
 from outpace.text.detokenizer import Detokenizer
 from outpace.text.stream import TextStream
-from outpace.types import ContextError, Draft, NumericalError, SampleOpts, UsageError
+from outpace.types import CapacityError, ContextError, Draft, NumericalError, SampleOpts, UsageError
 from tiny import BACKENDS, random_model
 
 V = 5
@@ -541,3 +541,97 @@ def test_two_tokens_follow_the_law_on_the_native_core(rule: str) -> None:
             counts[tuple(request.output)] += 1
     expected = 3000 * np.array([law((1, 2))[a] * law((1, 2, a)) for a in range(5)])
     assert stats.chisquare(counts.ravel(), expected.ravel()).pvalue > 1e-4
+
+
+# ------------------------------------------------------------------------------------------ interruptions and company
+
+
+@pytest.mark.parametrize("rule", ["match", "rejection", "block"])
+@pytest.mark.parametrize("rows", [20, 64])
+def test_rules_repeat_alone_and_in_company(rule: str, rows: int) -> None:
+    """The draft length of the rules that promise the distribution depends on neither rows nor neighbours."""
+    e = engine(DraftModelDrafter(TableBackend(V, salt=3)), rows=rows, slots=4)
+    prompts = [(1, 2, 3), tuple(i % V for i in range(40)), (2, 2), tuple((i * i) % V for i in range(30)), (1, 2, 4)]
+
+    def submit(i: int) -> Request:
+        return e.submit(prompts[i], SampleOpts(max_tokens=20, temperature=1.0, seed=i, rule=rule))  # type: ignore[arg-type]
+
+    alone = []
+    for i in range(len(prompts)):
+        request = submit(i)
+        e.run([request])
+        alone.append(request.output)
+    together = [submit(i) for i in range(len(prompts))]
+    e.run(together)
+    assert [r.output for r in together] == alone
+
+
+def test_an_interrupt_anywhere_in_a_round_leaves_no_request_half_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C at each call of a round in turn: its requests end, and the engine answers as before."""
+    want = plain((1, 2, 3), 12, temperature=0.7)
+    points = [
+        (TableBackend, "forward"), (TableBackend, "commit"), (Request, "emit"), (decode, "decide"),
+        (Decoder, "_emit"), (Decoder, "_propose"), (DraftModelDrafter, "_sync"), (DraftModelDrafter, "_advance"),
+    ]  # fmt: skip
+    for owner, name in points:
+        for nth in range(3):
+            e = engine(DraftModelDrafter(TableBackend(V)), 3)
+            calls = itertools.count()
+            original = getattr(owner, name)
+
+            def interrupted(
+                *args: Any, original: Any = original, calls: Any = calls, nth: int = nth, **more: Any
+            ) -> Any:
+                result = original(*args, **more)
+                if next(calls) == 2 + nth:
+                    raise KeyboardInterrupt
+                return result
+
+            running = [e.submit((1, 2, i), SampleOpts(max_tokens=40, temperature=0.7, seed=11)) for i in (3, 4)]
+            with monkeypatch.context() as patch:
+                patch.setattr(owner, name, interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    e.run(running)
+            assert [r.finish for r in running] == ["cancelled", "cancelled"], (owner, name, nth)
+            assert not e.running
+            again = answer(e, (1, 2, 3), 12, temperature=0.7)
+            assert again.output == want, (owner, name, nth)
+
+
+def test_one_requests_failure_is_its_own() -> None:
+    def logits(prefix: Sequence[int]) -> np.ndarray:
+        return np.full(V, np.nan, dtype=np.float32) if prefix[0] == 4 and len(prefix) > 6 else table_logits(prefix, V)
+
+    e = engine(random_drafter(V), 3, logits=logits)
+    good = e.submit((1, 2, 3), SampleOpts.greedy(max_tokens=20))
+    bad = e.submit((4, 1), SampleOpts.greedy(max_tokens=20))
+    with pytest.raises(NumericalError):
+        e.run([bad])
+    assert bad.finish == "error"
+    e.run([good])
+    assert good.output == plain((1, 2, 3), 20, temperature=0.0)
+
+
+def test_memory_of_idle_texts_is_given_up_for_running_ones() -> None:
+    class Small(TableBackend):
+        """Holds 40 tokens in all."""
+
+        def forward(self, batch: Sequence[Rows], taps: Sequence[int] = ()) -> Any:
+            if sum(map(len, self._held.values())) + sum(len(share.tokens) for share in batch) > 40:
+                raise CapacityError("out of memory")
+            return super().forward(batch, taps)
+
+    e = Engine(Decoder(Small(V, positions=64)))
+    answer(e, (1, 2, 3), 20, temperature=0.0)
+    assert answer(e, (4, 4), 30, temperature=0.0).output == plain((4, 4), 30, temperature=0.0)
+    with pytest.raises(CapacityError):
+        answer(e, (4, 4), 60, temperature=0.0)
+    assert not e.running
+
+
+def test_tokens_per_second_leave_out_prefill_and_its_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, lambda rows: 5.0 if rows > 2 else 0.01)
+    e = machine.engine(0.0, 0)
+    for tokens in (1, 2, 7):
+        stats = answer(e, (1, 2, tokens % V), tokens, temperature=0.0).stats
+        assert stats.tokens_per_second == pytest.approx(100.0 if tokens > 1 else 0.0)
