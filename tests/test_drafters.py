@@ -122,7 +122,13 @@ def test_draft_model_follows_the_text_by_common_prefix() -> None:
     assert model.rows[5:] == [1]
     assert draft.tokens == (int(np.argmax(table_logits(s.tokens, 5))),)
     assert model.length(0) == len(s.tokens)
+    # The text has ended; one that goes on from it finds its tokens.
     drafter.forget(s)
+    model.rows.clear()
+    (again,) = drafter.propose([(state([*s.tokens, 1, 0]), 1)])
+    assert model.rows == [2]
+    assert again.tokens == (int(np.argmax(table_logits([*s.tokens, 1, 0], 5))),)
+    drafter.close()
     assert not model._held
 
 

@@ -20,6 +20,7 @@ LAYERS = (
     ("weights", "cache"),
     ("models",),
     ("backends",),
+    ("slots",),
     ("drafters",),
     ("decode",),
     ("engine",),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from outpace.sampling import Noise, Sampler, Stream, distribution, exponentials, generation_defaults
-from outpace.types import Distribution, NumericalError, SampleOpts, UsageError
+from outpace.types import Distribution, ModelError, NumericalError, SampleOpts, UsageError
 
 LOGITS = np.array([1.0, 3.0, 2.0, -1.0, 3.0, 0.5], dtype=np.float32)
 
@@ -297,8 +297,10 @@ def test_the_callers_options_override_the_models() -> None:
     assert defaults == {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
     opts = SampleOpts(temperature=0.1, top_k=0).with_defaults(defaults)
     assert (opts.temperature, opts.top_k, opts.top_p) == (0.1, 0, 0.95)
+    greedy = {"temperature": 0.0}
     assert (
         generation_defaults({}) == generation_defaults({"do_sample": False, "temperature": 0.6}) == {"temperature": 0.0}
     )
-    with pytest.raises(UsageError, match="top_p"):
+    assert generation_defaults({"repetition_penalty": 1.1, "top_k": 9}) == {"repetition_penalty": 1.1, **greedy}
+    with pytest.raises(ModelError, match="top_p"):
         generation_defaults({"do_sample": True, "top_p": 7})

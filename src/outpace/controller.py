@@ -6,21 +6,27 @@ T, the draft's cost and the a_i are measured while decoding. Rows are handed out
 row promises most (`Track.gains`), and the count with the best tokens per second wins. The choice never touches the
 tokens themselves under the match rule; rules that only promise the distribution get a fixed length, so that a seed
 repeats its answer.
+
+Never slower than plain decoding needs two things to be known rather than guessed: the plain round itself, which is
+therefore measured before the first draft and again now and then; and what a draft costs and gains today, which is
+therefore tried again, ever more rarely, where drafts did not pay.
 """
 
 from __future__ import annotations
 
+import heapq
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 MAX_DRAFT = 15  # with the pending token 16 rows: the width that kernels are built for
 FIXED_DRAFT = 4  # length for the rejection and block rules
 _PRIOR_GAIN = 0.6  # acceptance of a draft token before anything is known
-_PRIOR_WEIGHT = 2.0  # ... worth this many observations
-_MEMORY = 0.95  # weight of old acceptance observations per new one
-_RECOVERY = 0.97  # and per round without a draft: a drafter that failed is tried again
+_PRIOR_WEIGHT = 1.0  # ... worth this many observations
+_MEMORY = 0.97  # weight of old acceptance observations per new one
 _ROW_PRIOR = 0.08  # T(rows) / T(1) - 1 per further row before it is measured
-_SMOOTH = 0.15  # weight of a new timing
+_ANCHOR_EVERY = 128  # rounds with drafts between two measurements of the plain round
+_PROBE_FIRST, _PROBE_LAST = 16, 512  # rounds without drafts before one is tried again; doubles while it does not pay
 
 
 @dataclass(slots=True)
@@ -36,17 +42,29 @@ class Track:
 
     def observe(self, drafted: int, accepted: int) -> None:
         """A round drafted this many tokens in a chain and this many stayed."""
-        if not drafted:
-            self.tried = [t * _RECOVERY for t in self.tried]
-            self.kept = [k * _RECOVERY for k in self.kept]
-        for i in range(min(drafted, accepted + 1, MAX_DRAFT)):
-            self.tried[i] = self.tried[i] * _MEMORY + 1.0
-            self.kept[i] = self.kept[i] * _MEMORY + (i < accepted)
+        reached = min(drafted, accepted + 1)
         gain = _PRIOR_GAIN
         for i in range(MAX_DRAFT):
+            # What was not tried now is slowly forgotten, so that one bad start does not rule a position out for ever.
+            self.tried[i] = self.tried[i] * _MEMORY + (i < reached)
+            self.kept[i] = self.kept[i] * _MEMORY + (i < min(accepted, reached))
             # Positions that were seldom reached borrow from the one before: acceptance changes slowly along a draft.
             gain = (self.kept[i] + _PRIOR_WEIGHT * gain) / (self.tried[i] + _PRIOR_WEIGHT)
             self.gains[i] = gain
+
+
+class Timing:
+    """The last few timings of one thing. Its value is their lower median: an interrupted pass says nothing."""
+
+    def __init__(self) -> None:
+        self._last: deque[float] = deque(maxlen=7)
+
+    def add(self, seconds: float) -> None:
+        self._last.append(seconds)
+
+    @property
+    def value(self) -> float:
+        return sorted(self._last)[(len(self._last) - 1) // 2] if self._last else 0.0
 
 
 class Controller:
@@ -55,53 +73,84 @@ class Controller:
     def __init__(self, fixed: int | None = None) -> None:
         """fixed: always draft this many tokens (0 .. 15) instead of deciding by evidence."""
         self.fixed = fixed
-        self._pass_s: dict[int, float] = {}
-        self._draft_s = 0.0
+        self._passes: dict[int, Timing] = {}
+        self._draft = Timing()
+        self._since_plain: dict[int, int] = {}  # requests -> rounds with drafts since their plain round was measured
+        self._idle = 0  # rounds without drafts
+        self._patience = _PROBE_FIRST
 
     def lengths(self, tracks: Sequence[Track], limits: Sequence[int]) -> list[int]:
         """Draft length for each request, at most its limit. Expected tokens per second is at its maximum."""
         if self.fixed is not None:
             return [min(self.fixed, limit) for limit in limits]
-        chosen = [0] * len(tracks)
-        best, best_rate = list(chosen), 0.0
-        expected = float(len(tracks))
-        # Chance that each request's next row is reached and accepted.
-        reach = [track.gains[0] if limit > 0 else 0.0 for track, limit in zip(tracks, limits, strict=True)]
-        rows = len(tracks)
-        while True:
-            rate = expected / (self.pass_cost(rows) + self._draft_s * sum(chosen))
-            if rate > best_rate:
-                best, best_rate = list(chosen), rate
-            i = max(range(len(reach)), key=reach.__getitem__, default=0)
-            if not reach or reach[i] <= 0.0:
-                return best
-            expected += reach[i]
+        none = [0] * len(tracks)
+        if not any(limit > 0 for limit in limits):
+            return none
+        base = len(tracks)
+        if base not in self._passes or self._since_plain.get(base, 0) >= _ANCHOR_EVERY:
+            self._since_plain[base] = 0
+            return none
+        best = self._best(tracks, limits)
+        if any(best):
+            self._since_plain[base] = self._since_plain.get(base, 0) + 1
+            if self._idle and self._idle < self._patience:
+                self._patience = _PROBE_FIRST  # chosen by evidence, not as a probe
+            self._idle = 0
+            return best
+        self._idle += 1
+        if self._idle < self._patience:
+            return none
+        self._idle, self._patience = 0, min(2 * self._patience, _PROBE_LAST)
+        ready = max((i for i, limit in enumerate(limits) if limit > 0), key=lambda i: tracks[i].gains[0])
+        return [min(2, limits[i]) if i == ready else 0 for i in range(base)]
+
+    def _best(self, tracks: Sequence[Track], limits: Sequence[int]) -> list[int]:
+        base = len(tracks)
+        costs = self._costs(base, base + sum(min(limit, MAX_DRAFT) for limit in limits))
+        draft_s = self._draft.value
+        chosen, order = [0] * base, []
+        # (minus the chance that the request's next row is reached and accepted, the request)
+        heap = [(-track.gains[0], i) for i, track in enumerate(tracks) if limits[i] > 0]
+        heapq.heapify(heap)
+        expected = float(base)
+        best_rate, best_count = expected / costs[0], 0
+        while heap:
+            reach, i = heapq.heappop(heap)
+            expected -= reach
             chosen[i] += 1
-            rows += 1
-            reach[i] *= tracks[i].gains[chosen[i]] if chosen[i] < min(limits[i], MAX_DRAFT) else 0.0
+            order.append(i)
+            rate = expected / (costs[len(order)] + draft_s * len(order))
+            if rate > best_rate:
+                best_rate, best_count = rate, len(order)
+            if chosen[i] < min(limits[i], MAX_DRAFT):
+                heapq.heappush(heap, (reach * tracks[i].gains[chosen[i]], i))
+        return [order[:best_count].count(i) for i in range(base)]
 
     def pass_cost(self, rows: int) -> float:
         """Seconds of a pass with this many rows: measured, interpolated or scaled by the prior. In units of a one-row
         pass while nothing was measured at all."""
-        known = self._pass_s
-        if rows in known:
-            return known[rows]
+        return self._costs(rows, rows)[0]
+
+    def _costs(self, first: int, last: int) -> list[float]:
+        known = sorted((rows, timing.value) for rows, timing in self._passes.items())
         if not known:
-            return 1.0 + _ROW_PRIOR * (rows - 1)
-        below = max((r for r in known if r < rows), default=None)
-        above = min((r for r in known if r > rows), default=None)
-        if below is not None and above is not None:
-            share = (rows - below) / (above - below)
-            return known[below] + share * (known[above] - known[below])
-        near = below if below is not None else above
-        assert near is not None
-        return known[near] * (1.0 + _ROW_PRIOR * (rows - 1)) / (1.0 + _ROW_PRIOR * (near - 1))
+            return [1.0 + _ROW_PRIOR * (rows - 1) for rows in range(first, last + 1)]
+        costs, at = [], 0
+        for rows in range(first, last + 1):
+            while at < len(known) and known[at][0] < rows:
+                at += 1
+            if at < len(known) and known[at][0] == rows:
+                costs.append(known[at][1])
+            elif 0 < at < len(known):
+                (low, low_s), (high, high_s) = known[at - 1], known[at]
+                costs.append(low_s + (rows - low) / (high - low) * (high_s - low_s))
+            else:
+                near, near_s = known[at - 1] if at else known[0]
+                costs.append(near_s * (1.0 + _ROW_PRIOR * (rows - 1)) / (1.0 + _ROW_PRIOR * (near - 1)))
+        return costs
 
     def observe(self, rows: int, pass_s: float, drafted: int, draft_s: float) -> None:
         """A pass of decoding rows took pass_s seconds, its drafts draft_s."""
-        old = self._pass_s.get(rows)
-        # A pass that the machine interrupted says nothing about the next one: bound what one timing can do.
-        self._pass_s[rows] = pass_s if old is None else old + _SMOOTH * (min(pass_s, 2.0 * old) - old)
+        self._passes.setdefault(rows, Timing()).add(pass_s)
         if drafted:
-            each = draft_s / drafted
-            self._draft_s += _SMOOTH * (min(each, 2.0 * self._draft_s) - self._draft_s) if self._draft_s else each
+            self._draft.add(draft_s / drafted)

@@ -141,11 +141,15 @@ class Decoder:
         self.target = target
         self.drafter = drafter
         self.controller = controller or Controller()
+        # Each request has its row and room for a short draft, however much of a prompt another one brings: rules that
+        # draft a fixed length must not depend on company.
+        self._reserve = FIXED_DRAFT if drafter is not None else 0
+        self.most = max(1, target.capacity.rows // (1 + self._reserve))  # requests in a pass
 
     def round(self, requests: Sequence[Request]) -> None:
         """One pass for all these running requests; afterwards each has read or emitted something.
 
-        The sum of the requests must not exceed the target's rows per pass. What goes wrong with one request alone ends
+        At most `most` requests. What goes wrong with one request alone ends
         that request (`Request.error`); what goes wrong with the pass is raised, and the requests are as before then.
         """
         start = time.perf_counter()
@@ -156,6 +160,7 @@ class Decoder:
         batch = [share.rows() for share in shares]
         result = self.target.forward(batch, taps)
         passed_at = time.perf_counter()
+        emitted = [share.request.emitted for share in shares]
         first_logits = first_row = 0
         for share, rows in zip(shares, batch, strict=True):
             count = len(share.draft) + 1 if share.decodes else 0
@@ -170,7 +175,7 @@ class Decoder:
         decoding = all(len(share.reading) == 1 for share in shares)
         if decoding:
             self.controller.observe(first_row, passed_at - drafted_at, drafted, drafted_at - start)
-        for share in shares:
+        for share, before in zip(shares, emitted, strict=True):
             stats = share.request.stats
             if len(share.reading) > 1:
                 stats.prefill_s += done - start
@@ -179,12 +184,13 @@ class Decoder:
                 stats.forward_s += passed_at - drafted_at
                 stats.verify_s += done - passed_at
                 stats.decode_s += done - start
+                stats.decode_tokens += share.request.emitted - before
 
     # -- before the pass
 
     def _read(self, requests: Sequence[Request]) -> list[_Share]:
-        """Hands out the rows of the pass: one to every decoding request, the rest to prompts in order."""
-        budget = self.target.capacity.rows - len(requests)
+        """Hands out the rows of the pass: one and the reserve to every request, the rest to prompts in order."""
+        budget = max(0, self.target.capacity.rows - len(requests) * (1 + self._reserve))
         shares = []
         for request in requests:
             unread = len(request.tokens) - request.read
@@ -283,10 +289,20 @@ def decide(sampler: Sampler, draft: Draft, logits: F32) -> Verdict:
 
 
 def _allowed(draft: Draft, constraint: Constraint | None) -> Draft:
-    """The draft's beginning that the constraint lets through. Raises UsageError for a count that makes no sense."""
+    """What the constraint lets through of the draft: a chain's beginning, of a tree the nodes whose path it allows.
+
+    Raises UsageError for a count that makes no sense.
+    """
     if constraint is None:
         return draft
-    count = constraint.cut(draft.tokens)
-    if not isinstance(count, int) or not 0 <= count <= len(draft):
-        raise UsageError(f"constraint.cut must return a whole number in 0 .. {len(draft)}, got {count!r}")
-    return draft.cut(count)
+
+    def allowed(tokens: tuple[int, ...]) -> int:
+        count = constraint.cut(tokens)
+        if not isinstance(count, int) or not 0 <= count <= len(tokens):
+            raise UsageError(f"constraint.cut must return a whole number in 0 .. {len(tokens)}, got {count!r}")
+        return count
+
+    if draft.parents is None:
+        return draft.cut(allowed(draft.tokens))
+    paths = [draft.path(node) for node in range(len(draft))]
+    return draft.keep([node for node, path in enumerate(paths) if allowed(path) == len(path)])

@@ -1,8 +1,8 @@
 """Many requests on one target: checks them, gives them slots, runs rounds, keeps what can be read again.
 
-A request that finds no free slot waits its turn. A finished request leaves its slot behind as it is: the next prompt
-that begins with the same tokens (the next turn of a chat) starts from there. Neighbours: decode.py runs the rounds,
-api.py turns requests into results.
+A request that finds no free slot waits its turn. A finished request leaves its slot behind (slots.py): the next prompt
+that begins with the same tokens, such as the next turn of a chat, starts from there. Neighbours: decode.py runs the
+rounds, api.py turns requests into results.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from .decode import Decoder, Request, TextSink
-from .drafters.draft_model import common_prefix
 from .sampling import Sampler
-from .types import ContextError, RewindError, SampleOpts, UsageError, token_ids
+from .slots import SlotPool
+from .types import CapacityError, ContextError, SampleOpts, UsageError, token_ids
 
 
 class Engine:
@@ -32,7 +32,7 @@ class Engine:
         self.known_tokens = known_tokens
         self.running: list[Request] = []
         self.waiting: deque[Request] = deque()
-        self._idle: dict[int, list[int]] = {}  # slots of finished requests and the tokens they hold, oldest first
+        self._slots = SlotPool(decoder.target)
 
     def submit(
         self,
@@ -91,17 +91,30 @@ class Engine:
         """Admits what fits and runs one round; returns the requests that took part ([] when nothing is left)."""
         with self.lock:
             while self.waiting and len(self.running) < self.decoder.target.capacity.slots:
-                request = self.waiting[0]
-                self._admit(request)
-                self.running.append(request)
-                self.waiting.popleft()
-            active = list(self.running[: self.decoder.target.capacity.rows])
+                self._admit(self.waiting[0])
+                self.running.append(self.waiting.popleft())
+            active = list(self.running[: self.decoder.most])
             if active:
-                self.decoder.round(active)
+                self._round(active)
             for request in active:
                 if request.finish:
                     self._release(request)
             return active
+
+    def _round(self, active: list[Request]) -> None:
+        try:
+            try:
+                self.decoder.round(active)
+            except CapacityError:
+                # Texts that may never be continued must not stand in the way of one that runs.
+                if not self._slots.clear():
+                    raise
+                self.decoder.round(active)
+        except BaseException:
+            # Interrupted anywhere in the round (Ctrl-C): nobody knows how far it went, so none of its requests goes on.
+            for request in active:
+                self.cancel(request)
+            raise
 
     def run(self, requests: Sequence[Request]) -> None:
         """Steps until these requests have finished; cancels them when interrupted. Raises the error of a failed one."""
@@ -120,10 +133,13 @@ class Engine:
         with self.lock:
             if request.finish and request not in self.running:
                 return
-            request.finish = request.finish or "cancelled"
+            if not request.finish:
+                request.finish = "cancelled"
+                if request.text is not None:
+                    request.text.finish()
             if request in self.waiting:
                 self.waiting.remove(request)
-            if request.slot >= 0:
+            elif request in self.running:
                 self._release(request)
 
     def close(self) -> None:
@@ -131,45 +147,21 @@ class Engine:
         with self.lock:
             for request in [*self.waiting, *self.running]:
                 self.cancel(request)
-            for slot in self._idle:
-                self.decoder.target.free_slot(slot)
-            self._idle.clear()
+            self._slots.clear()
 
-    # -- slots. Ctrl-C may come between any two lines: a slot always belongs to a request or to the idle ones, and
-    #    releasing a request twice does no harm.
+    # -- slots
 
     def _admit(self, request: Request) -> None:
-        target = self.decoder.target
         # At least the prompt's last token is read again: its logits choose the first token of the answer. Taps are
         # wanted for every token, so such a request reads its whole prompt.
-        shared = {
-            slot: 0 if request.taps else common_prefix(tokens, request.prompt[:-1])
-            for slot, tokens in self._idle.items()
-        }
-        best = max(shared, key=shared.__getitem__, default=None)
-        if best is not None and shared[best] > 0:
-            request.slot = best
-            del self._idle[best]
-            try:
-                target.truncate(best, shared[best])
-                request.begin(best, shared[best])
-                return
-            except RewindError:
-                request.slot = -1
-                target.free_slot(best)
-        if len(self.running) + len(self._idle) >= target.capacity.slots:
-            oldest = next(iter(self._idle))
-            del self._idle[oldest]
-            target.free_slot(oldest)
-        request.slot = target.new_slot()
-        request.begin(request.slot, 0)
+        slot, held = self._slots.open(request.prompt[:-1], reuse=not request.taps)
+        request.begin(slot, held)
 
     def _release(self, request: Request) -> None:
-        held = self.decoder.target.length(request.slot)
-        self._idle[request.slot] = request.tokens[:held]
-        try:
-            if self.decoder.drafter is not None:
-                self.decoder.drafter.forget(request.state)
-        finally:
-            if request in self.running:
-                self.running.remove(request)
+        self.running.remove(request)
+        if request.error is None:
+            self._slots.close(request.slot, request.tokens)
+        else:
+            self._slots.drop(request.slot)
+        if self.decoder.drafter is not None:
+            self.decoder.drafter.forget(request.state)

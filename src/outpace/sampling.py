@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ._native import choose
-from .types import F32, F64, I64, Distribution, NumericalError, SampleOpts, TokenLogprobs, UsageError
+from .types import F32, F64, I64, Distribution, ModelError, NumericalError, SampleOpts, TokenLogprobs, UsageError
 
 # ------------------------------------------------------------------------------------------------------- randomness
 
@@ -46,7 +46,7 @@ _START = 0x243F6A8885A308D3  # the first 64 bits of pi's fraction
 class Stream(enum.IntEnum):
     """What a random number is for. Streams are independent of each other."""
 
-    TOKEN = 1  # the target's own token (match rule, and plain decoding under every rule)
+    TOKEN = 1  # the target's own token (match rule)
     DRAFT = 2  # a draft token that is not coupled to the target's
     ACCEPT = 3  # accept or reject
     RESIDUAL = 4  # the correction or bonus token of the rejection and block rules
@@ -377,11 +377,15 @@ _GENERATION_CONFIG_FIELDS = ("temperature", "top_k", "top_p", "min_p", "typical_
 def generation_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
     """Sampling defaults from a generation_config.json: what the model's authors recommend.
 
-    do_sample false or absent means greedy, as in transformers. Raises UsageError for a value out of range.
+    do_sample false or absent means greedy, as in transformers. Raises ModelError for a value out of range.
     """
-    if not generation_config.get("do_sample", False):
-        return {"temperature": 0.0}
     found = {k: generation_config[k] for k in _GENERATION_CONFIG_FIELDS if generation_config.get(k) is not None}
+    if not generation_config.get("do_sample", False):
+        # The other parameters choose among tokens, which greedy decoding does not do; a penalty still applies.
+        found = {k: v for k, v in found.items() if k == "repetition_penalty"} | {"temperature": 0.0}
     found = {"temperature": 1.0, **found}
-    SampleOpts(**found)
+    try:
+        SampleOpts(**found)
+    except UsageError as error:
+        raise ModelError(f"generation_config.json: {error}") from None
     return found

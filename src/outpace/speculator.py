@@ -18,9 +18,9 @@ from .backends.base import Backend, Rows
 from .backends.native import NativeBackend
 from .backends.reference import ReferenceBackend
 from .config import ModelConfig
-from .drafters.draft_model import common_prefix
 from .models.mtp import MtpHead
-from .sampling import Noise, Sampler, Stream, fresh_seed
+from .sampling import Noise, Sampler, Stream, distribution, fresh_seed
+from .slots import common_prefix
 from .types import F32, F64, CapacityError, Device, Distribution, Draft, SampleOpts, UsageError
 from .weights.weight_map import WeightMap
 
@@ -116,7 +116,8 @@ class Qwen3Generator:
     def generate_cached(self, max_tokens: int, opts: SampleOpts | None = None) -> list[int]:
         """At most max_tokens tokens that follow the sequence (greedy by default), which they then belong to.
 
-        Ends early at an end token of the config or at the end of the context. Raises UsageError before a prefill.
+        The sequence is what the last call read, drafts that a speculator proposed or verified included. Ends early at
+        an end token of the config or at the end of the context. Raises UsageError before a prefill.
         """
         if max_tokens < 0:
             raise UsageError(f"max_tokens must be >= 0, got {max_tokens}")
@@ -133,6 +134,10 @@ class Qwen3Generator:
                 break
             self.decode_get_logits(token)
         return sampler.output
+
+    def close(self) -> None:
+        """Frees the slot. The generator cannot be used afterwards."""
+        self.backend.free_slot(self._slot)
 
     def _sequence(self) -> list[int]:
         if self._logits is None:
@@ -172,9 +177,9 @@ class Qwen3Generator:
             self._forward(chunk, 0)
             self.backend.commit(self._slot, range(len(chunk)))
             self._tokens += chunk
-        self._pending = sequence[len(self._tokens) :]
-        self._logits = self._forward(self._pending, rows)
-        logits, self._logits = self._logits, self._logits[-1]
+        pending = sequence[len(self._tokens) :]
+        logits = self._forward(pending, rows)
+        self._pending, self._logits = pending, logits[-1]
         return logits
 
     def _forward(self, tokens: list[int], rows: int) -> F32:
@@ -192,7 +197,11 @@ class Qwen3Speculator:
     processed distribution and each token is drawn from its row."""
 
     def __init__(self, generator: Qwen3Generator, opts: SampleOpts | None = None) -> None:
+        """Raises UsageError for options that need to know where the answer begins (output penalties, min_tokens)."""
         opts = opts or SampleOpts.greedy()
+        for name in ("presence_penalty", "frequency_penalty", "min_tokens", "constraint"):
+            if getattr(opts, name):
+                raise UsageError(f"{name} looks at the answer, which a speculator cannot tell from its prompt")
         self.generator = generator
         self.opts = opts if opts.seed is not None else replace(opts, seed=fresh_seed())
 
@@ -230,7 +239,6 @@ class Qwen3Speculator:
         return bool(self.opts.temperature)
 
     def _sampler(self, context: Sequence[int]) -> Sampler:
-        # Prompt and answer cannot be told apart here: penalties that look at the output see none.
         return Sampler(self.opts, self.config().vocab_size, context, end_tokens=self.config().eos_token_ids)
 
     def _choose(self, sampler: Sampler, logits: F32, ahead: Sequence[int]) -> tuple[int, F64]:
@@ -242,11 +250,9 @@ class Qwen3Speculator:
         return sampler.noise.draw(sparse(row), Stream.DRAFT, *place), row
 
     def _row(self, sampler: Sampler, logits: F32, ahead: Sequence[int]) -> F64:
-        if self._sampling:
-            return sampler.row(logits, ahead).dense(len(logits))
-        weights = np.exp(logits.astype(np.float64) - float(logits.max()))
-        row: F64 = weights / weights.sum()
-        return row
+        # Greedy rows are the whole softmax (temperature 1, no filters), of the logits that the arg-max is taken of.
+        opts = self.opts if self._sampling else SampleOpts(temperature=1.0)
+        return distribution(sampler.processed(logits, ahead), opts).dense(len(logits))
 
     def _stack(self, rows: list[F64]) -> F64:
         return np.stack(rows) if rows else np.zeros((0, self.config().vocab_size))
@@ -282,6 +288,7 @@ class Qwen3MtpSpeculator(Qwen3Speculator):
         # At least the last slot is computed again: its logits are the first draft.
         keep = min(max(0, common_prefix(self._read, context) - 1), len(hidden) - 1)
         self._cache.truncate(keep)
+        self._read = list(context[: keep + 1])  # should a step fail
         for slot in range(keep, len(hidden)):
             logits, state = self._step(context[slot + 1], hidden[slot])
         self._read = list(context)
@@ -338,9 +345,9 @@ class SpecDecoder:
             raise UsageError(f"{n} proposed tokens need {n} rows, got {len(proposal.probs)} and {len(result.probs)}")
         if n == 0:
             return []
-        # Without a bonus row the token after a full acceptance does not exist; it is asked for and left out below.
+        # Without a bonus row the token after a full acceptance does not exist: the row stands in and is left out below.
         takes_bonus = self.bonus and result.bonus is not None
-        rows = [*result.probs, result.bonus if takes_bonus and result.bonus is not None else np.ones(1)]
+        rows = [*result.probs, result.probs[-1] if result.bonus is None else result.bonus]
         if not self.opts.temperature:
             verdict = verify.match(Draft(tokens), lambda i: int(np.argmax(rows[i])))
         else:

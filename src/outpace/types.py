@@ -156,12 +156,15 @@ class Draft:
 
     def cut(self, n: int) -> Draft:
         """The draft's first n tokens."""
-        if n >= len(self.tokens):
-            return self
+        return self if n >= len(self.tokens) else self.keep(range(n))
+
+    def keep(self, nodes: Sequence[int]) -> Draft:
+        """These draft tokens alone, ascending, with every one's parent among them."""
+        place = {-1: -1} | {node: i for i, node in enumerate(nodes)}
         return Draft(
-            self.tokens[:n],
-            None if self.q is None else self.q[:n],
-            None if self.parents is None else self.parents[:n],
+            tuple(self.tokens[node] for node in nodes),
+            None if self.q is None else tuple(self.q[node] for node in nodes),
+            None if self.parents is None else tuple(place[self.parents[node]] for node in nodes),
             self.source,
         )
 
@@ -189,7 +192,8 @@ class TokenLogprobs:
 
 @dataclass(slots=True)
 class Stats:
-    """Counts and seconds of one request. tokens counts emitted tokens, the bonus token included.
+    """Counts and seconds of one request. tokens counts emitted tokens, the bonus token included; decode_tokens those
+    of the rounds whose time is decode_s: rounds that read more than one token of the prompt count as prefill_s.
 
     accepted_at[i] counts the rounds in which draft position i was accepted; drafted_at[i] those in which one was
     proposed there.
@@ -199,6 +203,7 @@ class Stats:
     cached_prompt_tokens: int = 0
     tokens: int = 0
     rounds: int = 0
+    decode_tokens: int = 0
     drafted: int = 0
     accepted: int = 0
     drafted_at: list[int] = field(default_factory=list)
@@ -221,8 +226,8 @@ class Stats:
 
     @property
     def tokens_per_second(self) -> float:
-        """Emitted tokens over the time spent decoding, prefill left out; 0.0 before the first round."""
-        return self.tokens / self.decode_s if self.decode_s else 0.0
+        """Tokens a second while decoding, prefill (and the tokens that come with it) left out; 0.0 before that."""
+        return self.decode_tokens / self.decode_s if self.decode_s else 0.0
 
 
 # -------------------------------------------------------------------------------------------------- sampling options

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..backends.base import Backend, Rows
+from ..slots import SlotPool, common_prefix
 from ..types import F32, Distribution, Draft
 from .base import State
 
@@ -32,6 +33,7 @@ class DraftModelDrafter:
     def __init__(self, model: Backend) -> None:
         """The caller has checked that the two models' vocabularies hold the same tokens (padding may differ)."""
         self.model = model
+        self._pool = SlotPool(model)
         self._cached: dict[State, _Cached] = {}
 
     def propose(self, wanted: Sequence[tuple[State, int]]) -> list[Draft]:
@@ -56,14 +58,16 @@ class DraftModelDrafter:
 
     def _sync(self, state: State) -> list[int]:
         """Cuts the slot back to the common prefix with the request's text; returns the tokens it still has to read."""
+        # At least the last token is read again: its logits are the first draft.
+        wanted = state.tokens[:-1]
         cached = self._cached.get(state)
         if cached is None:
-            cached = self._cached[state] = _Cached(self.model.new_slot())
-        # At least the last token is read again: its logits are the first draft.
-        same = common_prefix(cached.tokens, state.tokens[:-1])
-        if same < len(cached.tokens):
+            slot, held = self._pool.open(wanted)
+            cached = self._cached[state] = _Cached(slot, wanted[:held])
+        same = common_prefix(cached.tokens, wanted)
+        if same < self.model.length(cached.slot):
             self.model.truncate(cached.slot, same)
-            del cached.tokens[same:]
+        del cached.tokens[same:]
         return state.tokens[same:]
 
     def _advance(self, work: Sequence[tuple[State, list[int]]]) -> list[F32]:
@@ -97,17 +101,12 @@ class DraftModelDrafter:
     def forget(self, state: State) -> None:
         cached = self._cached.pop(state, None)
         if cached is not None:
-            self.model.free_slot(cached.slot)
+            self._pool.close(cached.slot, cached.tokens)
 
     def close(self) -> None:
         for state in list(self._cached):
             self.forget(state)
-
-
-def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens the two sequences share from the start."""
-    n = min(len(a), len(b))
-    return next((i for i in range(n) if a[i] != b[i]), n)
+        self._pool.clear()
 
 
 def _fit(logits: F32, vocab_size: int) -> F32:
