@@ -91,8 +91,13 @@ class Engine:
         """Admits what fits and runs one round; returns the requests that took part ([] when nothing is left)."""
         with self.lock:
             while self.waiting and len(self.running) < self.decoder.target.capacity.slots:
-                self._admit(self.waiting[0])
-                self.running.append(self.waiting.popleft())
+                request = self.waiting.popleft()
+                self.running.append(request)
+                try:
+                    self._admit(request)
+                except BaseException:
+                    self.cancel(request)
+                    raise
             active = list(self.running[: self.decoder.most])
             if active:
                 self._round(active)
@@ -159,6 +164,8 @@ class Engine:
 
     def _release(self, request: Request) -> None:
         self.running.remove(request)
+        if request.slot < 0:  # interrupted while it was admitted
+            return
         if request.error is None:
             self._slots.close(request.slot, request.tokens)
         else:
