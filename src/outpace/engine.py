@@ -163,12 +163,14 @@ class Engine:
         request.begin(slot, held)
 
     def _release(self, request: Request) -> None:
-        self.running.remove(request)
-        if request.slot < 0:  # interrupted while it was admitted
-            return
-        if request.error is None:
-            self._slots.close(request.slot, request.tokens)
-        else:
-            self._slots.drop(request.slot)
-        if self.decoder.drafter is not None:
-            self.decoder.drafter.forget(request.state)
+        # Ctrl-C may come between any two lines: what is still among the running is released once more.
+        if request.slot >= 0:  # else interrupted while it was admitted
+            if request.error is None:
+                self._slots.close(request.slot, request.tokens)
+            else:
+                self._slots.drop(request.slot)
+        try:
+            if self.decoder.drafter is not None:
+                self.decoder.drafter.forget(request.state)
+        finally:
+            self.running.remove(request)
