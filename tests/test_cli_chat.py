@@ -38,7 +38,9 @@ class FakeModel:
             for i, word in enumerate(words):
                 if isinstance(word, BaseException):
                     raise word
-                stats = Stats(tokens=len(words), decode_tokens=len(words), rounds=2, drafted=8, accepted=4, decode_s=0.5)
+                stats = Stats(
+                    tokens=len(words), decode_tokens=len(words), rounds=2, drafted=8, accepted=4, decode_s=0.5
+                )
                 done = i == len(words) - 1
                 result = Result("".join(map(str, words)), [], [], "stop", 0, stats, []) if done else None
                 yield Delta(word, [1], 0, result=result)
