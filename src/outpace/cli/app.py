@@ -33,11 +33,12 @@ class Command(PlainFlags, TyperCommand):
 class Commands(PlainFlags, TyperGroup):
     """All commands. What the parser refuses is told as every other error is: one line, exit code 2."""
 
-    def main(self, *args: Any, standalone_mode: bool = True, **more: Any) -> Any:
+    def main(self, args: Any = None, prog_name: Any = None, *, standalone_mode: bool = True, **more: Any) -> Any:  # type: ignore[override]
+        """Runs the command line; ends the process unless standalone_mode is off."""
         if not standalone_mode:
-            return super().main(*args, standalone_mode=False, **more)
+            return super().main(args, prog_name, standalone_mode=False, **more)
         try:
-            sys.exit(super().main(*args, standalone_mode=False, **more))
+            sys.exit(super().main(args, prog_name, standalone_mode=False, **more))
         except typer.Abort:
             sys.exit(1)
         except Exception as error:

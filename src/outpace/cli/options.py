@@ -30,7 +30,9 @@ def _model(help: str, *names: str, metavar: str | None = None) -> Any:
 class Sampling:
     """How tokens are chosen. What is not said comes from the model's generation_config.json."""
 
-    temperature: Annotated[float | None, _sampling("0: always the most probable token.", default="the model's, else 0")] = None
+    temperature: Annotated[
+        float | None, _sampling("0: always the most probable token.", default="the model's, else 0")
+    ] = None
     top_k: Annotated[int | None, _sampling("Only the K most probable tokens.")] = None
     top_p: Annotated[float | None, _sampling("Only the most probable tokens that sum to P.")] = None
     min_p: Annotated[float | None, _sampling("Only tokens with P times the best one's probability.")] = None
@@ -43,7 +45,7 @@ class Sampling:
     ] = None
     stop: Annotated[list[str] | None, _sampling("The answer ends before this text. Repeatable.")] = None
     seed: Annotated[int | None, _sampling("Repeats an answer. Without it one is drawn and reported.")] = None
-    max_tokens: Annotated[int | None, _sampling("Most tokens of an answer.", default="generate: 512, chat: 1024")] = None
+    max_tokens: Annotated[int | None, _sampling("Most tokens of an answer.", default="512; in a chat 1024")] = None
     min_tokens: Annotated[int | None, _sampling("No end of the answer before this many tokens.")] = None
     rule: Annotated[str, _sampling("match (same tokens), rejection or block (same distribution).")] = "match"
     ignore_eos: Annotated[bool, _sampling("Go on after end tokens.", "--ignore-eos")] = False
@@ -107,7 +109,7 @@ Think = Annotated[
     bool | None, typer.Option("--think/--no-think", help="Thinking on or off, where the model's template has it.")
 ]
 System = Annotated[str | None, typer.Option("--system", help="The system message.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only the answer: no statistics, no progress.", rich_help_panel="Other")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No statistics, no progress.", rich_help_panel="Other")]
 
 
 def template_variables(think: bool | None) -> dict[str, Any]:
@@ -120,14 +122,13 @@ def check_think(model: LanguageModel, think: bool | None) -> None:
     from ..types import UsageError
 
     if think is not None and (model.template is None or not model.template.mentions("enable_thinking")):
-        raise UsageError(f"{model.name} has no switch for thinking: leave out --think and --no-think")
+        raise UsageError(f"the chat template of {model.name} has no switch for thinking (enable_thinking)")
 
 
 def within(model: LanguageModel, opts: SampleOpts, prompt: Sequence[int], limit: int) -> SampleOpts:
     """The options with at most `limit` tokens, fewer where the prompt leaves less of the context."""
     room = model.target.capacity.positions - len(prompt)
-    limit = max(1, min(limit, room))
-    return replace(opts, max_tokens=limit, min_tokens=None if opts.min_tokens is None else min(opts.min_tokens, limit))
+    return replace(opts, max_tokens=max(1, min(max(limit, opts.min_tokens or 0), room)))
 
 
 def parse_biases(entries: list[str] | None) -> dict[int, float] | None:

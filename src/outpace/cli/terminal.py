@@ -113,7 +113,7 @@ def statistics(result: Result) -> str:
     """The closing line of `outpace generate`."""
     stats = result.stats
     ending = ", stopped by the token limit" if result.finish_reason == "length" else ""
-    return _speed(stats.tokens_per_second) + (
+    return speed(stats.decode_tokens, stats.decode_s) + (
         f"{counted(stats.tokens, 'token')} in {counted(stats.rounds, 'round')} "
         f"({stats.tokens_per_round:.2f} tokens per round), drafted {stats.drafted}, accepted {stats.accepted}{ending}"
     )
@@ -123,9 +123,9 @@ def short_statistics(result: Result) -> str:
     """The line after each answer of `outpace chat`."""
     stats = result.stats
     accepted = f"{stats.acceptance:.0%} of {counted(stats.drafted, 'drafted token')} accepted"
-    return _speed(stats.tokens_per_second) + (accepted if stats.drafted else "none drafted")
+    return speed(stats.decode_tokens, stats.decode_s) + (accepted if stats.drafted else "none drafted")
 
 
-def _speed(rate: float) -> str:
-    # The first token comes with the reading of the prompt: an answer of one token has no speed.
-    return f"{rate:.1f} tokens/s, " if rate else ""
+def speed(tokens: int, seconds: float) -> str:
+    """The beginning of a line of statistics. Empty where nothing was decoded: the first token comes with the prompt."""
+    return f"{tokens / seconds:.1f} tokens/s, " if tokens and seconds else ""
