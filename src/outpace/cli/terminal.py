@@ -63,12 +63,14 @@ class Wrapping:
     def end(self) -> str:
         """The word that was held."""
         word, self._word = self._word, ""
+        if not word:
+            return ""
         width = sum(map(_width, word))
-        start = "\n" if word and self._column and self._column + width > self._columns else ""
-        self._column = (0 if start else self._column) + width
-        while self._column > self._columns:  # a word of more than a line
+        fits = not self._column or self._column + width <= self._columns
+        self._column = self._column + width if fits else width
+        while self._column > self._columns:  # a word of more than a line, which the terminal breaks itself
             self._column -= self._columns
-        return start + word
+        return word if fits else "\n" + word
 
 
 def _width(character: str) -> int:
