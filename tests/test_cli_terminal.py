@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outpace.cli.terminal import Wrapping, answering, counted, typing_hidden
+from outpace.cli.command import say
+from outpace.cli.terminal import Wrapping, answering, counted, note, typing_hidden
 
 
 def wrapped(text: str, columns: int, pieces: int = 1) -> str:
@@ -78,6 +79,19 @@ def test_typing_is_hidden_and_shown_again(monkeypatch: pytest.MonkeyPatch) -> No
             assert not termios.tcgetattr(stdin)[3] & termios.ECHO
             raise KeyboardInterrupt
         assert termios.tcgetattr(stdin) == before
+
+
+def test_lines_of_our_own_are_wrapped_on_a_terminal_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    monkeypatch.setenv("NO_COLOR", "1")
+    say("a line of more than twenty")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    say("a line of more than twenty")
+    note("a line of more than twenty")
+    line = "a line of more than twenty"
+    assert capsys.readouterr().err == f"outpace: {line}\noutpace: a line of \nmore than twenty\n{line[:20]}\ntwenty\n"
 
 
 def test_counted() -> None:

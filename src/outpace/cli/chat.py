@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from .command import say
 from .options import Model, Quiet, Sampling, System, Think, check_think, template_variables, within
-from .terminal import answering, counted, note, short_statistics, show, speed, typing_hidden
+from .terminal import answering, counted, fitted, note, short_statistics, show, speed, typing_hidden
 
 if TYPE_CHECKING:
     from ..api import LanguageModel, Result
@@ -173,7 +173,7 @@ class Session:
         if name in ("exit", "quit"):
             return False
         commands: dict[str, Callable[[], None]] = {
-            "help": lambda: show(HELP + "\n"),
+            "help": lambda: show(fitted(HELP, sys.stdout) + "\n"),
             "reset": self.reset,
             "system": lambda: self.set_system(rest),
             "set": lambda: self.set_parameter(rest),

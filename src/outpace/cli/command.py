@@ -12,7 +12,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from .terminal import note
+from .terminal import fitted, note
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.", rich_help_panel="Other")]
 
@@ -85,7 +85,7 @@ def report(error: Exception) -> int:
 
 def say(text: str) -> None:
     """One line on stderr."""
-    print(f"outpace: {' '.join(text.split())}", file=sys.stderr)
+    print(fitted(f"outpace: {' '.join(text.split())}", sys.stderr), file=sys.stderr)
 
 
 def _show_warning(message: Warning | str, *_: Any) -> None:

@@ -33,6 +33,14 @@ def answering() -> Iterator[Callable[[str], None]]:
         show((wrap.end() if wrap is not None else "") + "\n")
 
 
+def fitted(text: str, stream: TextIO) -> str:
+    """The text wrapped between words where the stream is a terminal."""
+    if not stream.isatty():
+        return text
+    wrap = Wrapping(shutil.get_terminal_size().columns)
+    return wrap.add(text) + wrap.end()
+
+
 class Wrapping:
     """Breaks text that comes in pieces before the word that passes the edge. The last word is held until it ends."""
 
@@ -99,6 +107,7 @@ def typing_hidden() -> Iterator[None]:
 
 def note(text: str) -> None:
     """One line on stderr, dim on a terminal."""
+    text = fitted(text, sys.stderr)
     print(f"\x1b[2m{text}\x1b[0m" if _styled(sys.stderr) else text, file=sys.stderr, flush=True)
 
 
