@@ -1,6 +1,11 @@
 #include "pool.h"
 
 #include <chrono>
+#include <new>
+
+#ifndef _WIN32
+#include <pthread.h>
+#endif
 
 #if defined(__x86_64__) || defined(__i386__)
 #include <immintrin.h>
@@ -22,7 +27,13 @@ inline void pause() {
 
 }  // namespace
 
-Pool::Pool(int threads) {
+std::atomic<int> Pool::forks_{0};
+
+Pool::Pool(int threads) : born_(forks_.load()) {
+#ifndef _WIN32
+    static const int watched = pthread_atfork(nullptr, nullptr, [] { forks_.fetch_add(1); });
+    if (watched != 0) throw std::bad_alloc();
+#endif
     try {
         for (int i = 1; i < threads; ++i) workers_.emplace_back([this] { work(); });
     } catch (...) {
@@ -34,11 +45,16 @@ Pool::Pool(int threads) {
 Pool::~Pool() { stop(); }
 
 void Pool::stop() {
+    if (forks_.load() != born_) {  // the threads are the parent's: there is nothing to join, and nobody to wake
+        new std::vector<std::thread>(std::move(workers_));
+        sleep_.release();
+        return;
+    }
     {
-        std::lock_guard<std::mutex> lock(mutex_);
+        std::lock_guard<std::mutex> lock(sleep_->mutex);
         stop_.store(true);
     }
-    wake_.notify_all();
+    sleep_->wake.notify_all();
     for (auto& worker : workers_) worker.join();
     workers_.clear();
 }
@@ -52,8 +68,8 @@ void Pool::dispatch(int n, Call call, const void* self) {
     job.done.store(0, std::memory_order_relaxed);
     state_.store(number << 32, std::memory_order_seq_cst);
     if (parked_.load(std::memory_order_seq_cst) > 0) {
-        std::lock_guard<std::mutex> lock(mutex_);
-        wake_.notify_all();
+        std::lock_guard<std::mutex> lock(sleep_->mutex);
+        sleep_->wake.notify_all();
     }
     while (take_one(state_.load(std::memory_order_acquire))) {
     }
@@ -91,9 +107,9 @@ void Pool::work() {
         for (int spin = 0; spin < SPINS && idle(); ++spin) pause();
         for (const auto start = Clock::now(); idle() && Clock::now() - start < PARK_AFTER;) std::this_thread::yield();
         if (!idle()) continue;
-        std::unique_lock<std::mutex> lock(mutex_);
+        std::unique_lock<std::mutex> lock(sleep_->mutex);
         parked_.fetch_add(1, std::memory_order_seq_cst);
-        wake_.wait(lock, [&] { return !idle(); });
+        sleep_->wake.wait(lock, [&] { return !idle(); });
         parked_.fetch_sub(1, std::memory_order_seq_cst);
     }
 }

@@ -3,11 +3,13 @@
 // A pass is a few hundred stages of some ten microseconds each, so a sleeping pool would cost more than the work: the
 // workers spin between stages, for a bounded time, then yield, then park until the next pass. The caller takes tasks
 // itself and waits only for tasks that a worker has begun, so a worker that the system has set aside costs nothing.
+// A forked child has no workers: there the caller does everything.
 #pragma once
 
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -27,7 +29,7 @@ class Pool {
     // Runs task(i) for every i in [0, n), in any order on any thread, and returns when all are done. Tasks must not
     // throw. One caller at a time.
     template <class Task> void run(int n, const Task& task) {
-        if (workers_.empty() || n <= 1) {
+        if (n <= 1 || alone()) {
             for (int i = 0; i < n; ++i) task(i);
             return;
         }
@@ -56,6 +58,13 @@ class Pool {
         std::atomic<int> done{0};
     };
 
+    // What the workers sleep on. On the heap, because in a forked child it can neither be used nor be destroyed.
+    struct Sleep {
+        std::mutex mutex;
+        std::condition_variable wake;
+    };
+
+    bool alone() const { return workers_.empty() || forks_.load(std::memory_order_relaxed) != born_; }
     void dispatch(int n, Call call, const void* self);
     bool take_one(uint64_t state);
     void work();
@@ -65,8 +74,9 @@ class Pool {
     alignas(64) std::atomic<uint64_t> state_{0};  // job number << 32 | next task
     alignas(64) std::atomic<int> parked_{0};
     std::atomic<bool> stop_{false};
-    std::mutex mutex_;
-    std::condition_variable wake_;
+    static std::atomic<int> forks_;  // in this process and its ancestors
+    const int born_;
+    std::unique_ptr<Sleep> sleep_ = std::make_unique<Sleep>();
     std::vector<std::thread> workers_;
 };
 

@@ -555,3 +555,31 @@ def test_unknown_kernel_family_is_an_error():
     assert done.returncode == 1
     assert "OUTPACE_ISA=avx1024 cannot run here; this machine has: " + ", ".join(ISAS) in done.stderr
     assert "UsageError" in done.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_computes_the_same_and_ends() -> None:
+    """The worker threads stay with the parent: the child does without them, and does not wait for them at its end."""
+    program = f"""
+import os, signal, sys
+sys.path[:0] = [{str(Path(__file__).parent)!r}]
+import numpy as np
+import tiny
+from outpace.backends.base import Rows
+from outpace.backends.native import NativeBackend
+from outpace.weights.weight_map import WeightMap
+config, arrays = tiny.random_model()
+backend = NativeBackend(config, WeightMap.from_tensors(arrays), threads=3)
+slot = backend.new_slot()
+want = backend.forward([Rows(slot, [1, 2, 3])]).logits
+child = os.fork()
+if child == 0:
+    signal.alarm(20)
+    for _ in range(50):
+        assert np.array_equal(backend.forward([Rows(slot, [1, 2, 3])]).logits, want)
+    del backend
+    sys.exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+assert np.array_equal(backend.forward([Rows(slot, [1, 2, 3])]).logits, want)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -32,7 +32,7 @@ from .sampling import generation_defaults
 from .text.stream import TextStream
 from .text.template import ChatTemplate, encode_chat
 from .text.tokenizer import Tokenizer, read_json, same_vocabulary
-from .types import F32, SampleOpts, Stats, TokenLogprobs, UsageError
+from .types import F32, ModelError, SampleOpts, Stats, TokenLogprobs, UsageError
 
 DEFAULT_MODEL = "smollm2-135m"
 Precision = Literal["int8", "f32"]
@@ -172,9 +172,16 @@ def load_template(loaded: LoadedModel, tokenizer: Tokenizer) -> ChatTemplate | N
 
 
 def load_defaults(loaded: LoadedModel) -> dict[str, Any]:
-    """Sampling defaults of the model's authors: generation_config.json beside the weights; {} where there is none."""
+    """Sampling defaults of the model's authors: generation_config.json beside the weights; {} where there is none.
+
+    Raises ModelError for a value that cannot be right.
+    """
     folder = loaded.path if loaded.path.is_dir() else loaded.path.parent
-    return generation_defaults(read_json(folder / "generation_config.json"))
+    file = folder / "generation_config.json"
+    try:
+        return generation_defaults(read_json(file))
+    except UsageError as error:
+        raise ModelError(f"{file}: {error}") from None
 
 
 class LanguageModel:

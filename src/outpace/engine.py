@@ -91,8 +91,13 @@ class Engine:
         """Admits what fits and runs one round; returns the requests that took part ([] when nothing is left)."""
         with self.lock:
             while self.waiting and len(self.running) < self.decoder.target.capacity.slots:
-                self._admit(self.waiting[0])
-                self.running.append(self.waiting.popleft())
+                request = self.waiting.popleft()
+                self.running.append(request)
+                try:
+                    self._admit(request)
+                except BaseException:
+                    self.cancel(request)
+                    raise
             active = list(self.running[: self.decoder.most])
             if active:
                 self._round(active)
@@ -158,10 +163,14 @@ class Engine:
         request.begin(slot, held)
 
     def _release(self, request: Request) -> None:
-        self.running.remove(request)
-        if request.error is None:
-            self._slots.close(request.slot, request.tokens)
-        else:
-            self._slots.drop(request.slot)
-        if self.decoder.drafter is not None:
-            self.decoder.drafter.forget(request.state)
+        # Ctrl-C may come between any two lines: what is still among the running is released once more.
+        if request.slot >= 0:  # else interrupted while it was admitted
+            if request.error is None:
+                self._slots.close(request.slot, request.tokens)
+            else:
+                self._slots.drop(request.slot)
+        try:
+            if self.decoder.drafter is not None:
+                self.decoder.drafter.forget(request.state)
+        finally:
+            self.running.remove(request)

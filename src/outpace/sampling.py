@@ -87,7 +87,8 @@ class Noise:
         """One token from the row. Equal rows at equal places give equal tokens."""
         if row.one_hot:
             return int(row.tokens[0])
-        race = exponentials(self.key(stream, *place), row.tokens) / row.probs
+        with np.errstate(over="ignore"):  # the time of a token that is all but impossible is infinite
+            race = exponentials(self.key(stream, *place), row.tokens) / row.probs
         return int(row.tokens[np.argmin(race)])
 
 

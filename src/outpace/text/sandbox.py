@@ -1,15 +1,16 @@
 """A Jinja environment in which a model's chat template can do no harm: no access, no endless loop, no memory bomb.
 
 Neighbour: template.py renders with it. Templates come with model files, so they are hostile until proven otherwise.
-On top of Jinja's immutable sandbox every loop step and call is counted, and every text or list that a template builds
-or writes is bounded: a defence in depth, not a proof. The conventions are those that templates on the Hugging Face Hub
-rely on (transformers documentation, "Writing a chat template").
+On top of Jinja's immutable sandbox every loop step and call is counted and timed, and every text or list that a
+template builds or writes is bounded, with all that lies inside a list: a defence in depth, not a proof. The conventions
+are those that templates on the Hugging Face Hub rely on (transformers documentation, "Writing a chat template").
 """
 
 from __future__ import annotations
 
 import json
 import operator
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
 from typing import Any
@@ -20,13 +21,26 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.filters import FILTERS
 from jinja2.runtime import Context, LoopContext, Macro, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 
 MAX_STEPS = 1_000_000  # loop steps of one rendering: far more than a conversation that fits a context needs
 STEPS_OF_CALL = 10  # a call counts for this many, which is about what it costs
 MAX_SIZE = 16 << 20  # characters of a text, or of all that is written; entries of a list
 MAX_WIDTH = 1000  # of padding
+MAX_SECONDS = 5.0  # of processor time: a rendering takes milliseconds
 # Filters whose cost cannot be seen from their arguments, and that chat templates have no use for.
-NO_FILTERS = ("center", "filesizeformat", "format", "pprint", "random", "urlize", "wordwrap", "xmlattr")
+NO_FILTERS = (
+    "batch",
+    "center",
+    "filesizeformat",
+    "format",
+    "pprint",
+    "random",
+    "slice",
+    "urlize",
+    "wordwrap",
+    "xmlattr",
+)
 PADDING_METHODS = ("center", "ljust", "rjust", "zfill")
 NO_METHODS = ("expandtabs", "translate")
 
@@ -67,14 +81,15 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.filters["indent"] = self._indent
         self.filters["outpace_counted"] = self._counted
         self.filters["outpace_written"] = self._written
-        self.filters["outpace_weighed"] = weighed
-        self.filters["outpace_bounded"] = bounded
+        self.filters["outpace_weighed"] = self._weighed
+        self.filters["outpace_bounded"] = self._bounded
         self.globals.pop("lipsum", None)
         self.globals["raise_exception"] = _refuse
         self.globals["strftime_now"] = lambda pattern: now().strftime(pattern)
 
     def reset(self) -> None:
         self._steps = self._size = 0
+        self._start = time.thread_time()
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         """Parses, then has loops counted, results of filters and `~` bounded, and what they are made of weighed."""
@@ -110,16 +125,16 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 return self._replace(owner, *args, **kwargs)
             if name == "join":
                 return self._join(args[0] if args else (), owner)
-        return bounded(super().call(context, obj, *args, **kwargs))
+        return self._bounded(super().call(context, obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator_name: str, left: Any, right: Any) -> Any:
         if operator_name == "+":
-            return bounded(operator.add(left, right))
+            return self._bounded(operator.add(left, right))
         if operator_name == "*":
             for many, times in ((left, right), (right, left)):
                 if isinstance(many, (str, bytes, list, tuple)) and isinstance(times, int):
                     _limit(len(many) * times)
-            return _small(operator.mul(left, right))
+            return self._bounded(_small(operator.mul(left, right)))
         if operator_name == "%":
             if isinstance(left, (str, bytes)):
                 raise SecurityError("formatting with % is not available")
@@ -151,6 +166,18 @@ class Sandbox(ImmutableSandboxedEnvironment):
         _limit(self._size)
         if self._steps > MAX_STEPS:
             raise LimitError(f"it takes more than {MAX_STEPS} steps")
+        self._watch()
+
+    def _watch(self) -> None:
+        if time.thread_time() - self._start > MAX_SECONDS:
+            raise LimitError(f"it takes more than {MAX_SECONDS:g} seconds")
+
+    def _weighed(self, value: Any) -> Any:
+        self._watch()
+        return weighed(value)
+
+    def _bounded(self, value: Any) -> Any:
+        return self._weighed(bounded(value))
 
     @pass_context  # keeps Jinja from calling it once, when it compiles, for constants
     def _counted(self, _context: Context, values: Any, data: int) -> Any:
@@ -217,6 +244,8 @@ def weighed(value: Any) -> Any:
     count = 0
     while waiting:
         item = waiting.pop()
+        if isinstance(item, Namespace):
+            item = item._Namespace__attrs
         if isinstance(item, (list, tuple, dict)):
             count += len(item)
             if count > MAX_STEPS:
@@ -242,6 +271,9 @@ def _checked(parent: nodes.Node, node: nodes.Node) -> nodes.Node:
         return node
     if isinstance(node, (nodes.Concat, nodes.Filter)) and _has_input(node):
         node = _filtered(node, "outpace_bounded")
+    elif isinstance(node, (nodes.List, nodes.Dict)) or (isinstance(node, nodes.Tuple) and node.ctx == "load"):
+        # [x, x] round by round is a small list that takes for ever to compare, hash or write.
+        node = _filtered(node, "outpace_weighed")
     if isinstance(parent, nodes.Output):
         return _filtered(node, "outpace_written")
     if isinstance(parent, (nodes.Concat, nodes.Filter)) and not _is_ours(parent):

@@ -292,7 +292,13 @@ def token_text(value: object) -> str | None:
     """The text of a special token as configuration files write it: a string, or an object with "content"."""
     if isinstance(value, Mapping):
         value = value.get("content")
-    return value if isinstance(value, str) and value else None
+    if not isinstance(value, str) or not value:
+        return None
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ModelError(f"tokenizer_config.json: {value!r} is not valid Unicode") from None
+    return value
 
 
 def one_line(error: BaseException) -> str:
