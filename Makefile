@@ -32,7 +32,7 @@ check: $(VENV)/test-tools $(VENV)/installed
 # The build tools go into .venv, so that a changed source is rebuilt in place (build/) and nothing is fetched again.
 $(VENV)/build-tools: $(LOCK) scripts/make_venv.sh
 	@scripts/make_venv.sh $(VENV)
-	@echo "fetching the build tools (about 60 MB)"
+	@echo "fetching the build tools (cmake and others, 90 MB in .venv)"
 	@$(PIP) install --constraint $(LOCK) scikit-build-core nanobind cmake ninja
 	@touch $@
 
@@ -42,7 +42,7 @@ $(VENV)/test-tools: $(LOCK) $(VENV)/build-tools
 	@touch $@
 
 $(VENV)/installed: $(SOURCES) $(VENV)/build-tools
-	@echo "building outpace (a minute or two, in silence)"
+	@echo "building outpace and fetching its libraries (a minute or two, in silence)"
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) install --constraint $(LOCK) --no-build-isolation \
 		--config-settings=build-dir=build/make .
 	@touch $@

@@ -91,7 +91,7 @@ def test_lines_of_our_own_are_wrapped_on_a_terminal_only(
     say("a line of more than twenty")
     note("a line of more than twenty")
     line = "a line of more than twenty"
-    assert capsys.readouterr().err == f"outpace: {line}\noutpace: a line of \nmore than twenty\n{line[:20]}\ntwenty\n"
+    assert capsys.readouterr().err == f"outpace: {line}\noutpace: a line of \nmore than twenty\n{line[:19]}\ntwenty\n"
 
 
 def test_counted() -> None:
