@@ -1,5 +1,5 @@
 # make demo   install into .venv, get the default model, print an answer
-# make test   the quick test suite
+# make test   the quick test suite (its tools, torch among them, make .venv about 1.5 GB large)
 # make check  lint, types and all tests
 # make clean  remove what these made (the models in the cache stay)
 
@@ -32,17 +32,17 @@ check: $(VENV)/test-tools $(VENV)/installed
 # The build tools go into .venv, so that a changed source is rebuilt in place (build/) and nothing is fetched again.
 $(VENV)/build-tools: $(LOCK) scripts/make_venv.sh
 	@scripts/make_venv.sh $(VENV)
-	@echo "fetching the build tools"
+	@echo "fetching the build tools (cmake and others, 90 MB in .venv)"
 	@$(PIP) install --constraint $(LOCK) scikit-build-core nanobind cmake ninja
 	@touch $@
 
 $(VENV)/test-tools: $(LOCK) $(VENV)/build-tools
-	@echo "fetching the test tools"
+	@echo "fetching the test tools (torch, transformers and others: .venv grows to about 1.5 GB; a minute or more)"
 	@$(PIP) install --requirement $(LOCK)
 	@touch $@
 
 $(VENV)/installed: $(SOURCES) $(VENV)/build-tools
-	@echo "building outpace (a minute or two)"
+	@echo "building outpace and fetching its libraries (a minute or two, in silence)"
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) install --constraint $(LOCK) --no-build-isolation \
 		--config-settings=build-dir=build/make .
 	@touch $@

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -127,6 +128,29 @@ def test_without_max_tokens_the_answer_ends_at_512_or_with_the_context(folder: P
     assert found["finish_reason"] == "length"
 
 
+def test_more_min_tokens_than_the_default_limit_raise_it(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    monkeypatch.setattr("outpace.cli.generate.DEFAULT_MAX_TOKENS", 5)
+    assert generate(folder, "x", "--min-tokens", "9", "--ignore-eos")["stats"]["tokens"] == 9
+    refused = run("generate", "x", "--min-tokens", "100000", "--model", folder)
+    assert (refused.exit_code, refused.stdout) == (2, "")
+
+
+def test_thinking_needs_a_switch_in_the_template(folder: Path, tmp_path: Path) -> None:
+    plain = shutil.copytree(folder, tmp_path / "plain")
+    settings = json.loads((plain / "tokenizer_config.json").read_text(encoding="utf-8"))
+    settings["chat_template"] = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    (plain / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    for args in (["generate", "x", "--think"], ["generate", "x", "--no-think"], ["chat", "--think"]):
+        refused = run(*args, "--model", plain, stdin="")
+        assert (refused.exit_code, refused.stdout) == (2, "")
+        assert "has no switch for thinking" in refused.stderr
+
+
+def test_an_answer_of_one_token_has_no_speed(folder: Path) -> None:
+    line = run("generate", "x", "--max-tokens", "1", "--temperature", "0", "--model", folder).stderr
+    assert line.startswith("1 token in 1 round (1.00 tokens per round), drafted 0, accepted 0")
+
+
 def test_stop_and_logprobs(folder: Path) -> None:
     plain = generate(folder, "x", "--max-tokens", "30", "--temperature", "0", "--ignore-eos")
     stop = plain["text"][8:10]
@@ -182,7 +206,7 @@ def test_every_model_option_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
     for command in ("generate", "chat"):
         run(command, *(["x"] if command == "generate" else []), "--model", "a", *args.split())
     expected = {"draft": "draft_model", "draft_model": "b", "draft_tokens": 3, "precision": "f32", "context": 99}
-    assert seen == [("a", expected | {"threads": 2, "offline": True, "slots": 1, "progress": False})] * 2
+    assert seen == [("a", expected | {"threads": 2, "offline": True, "slots": 1, "progress": True})] * 2
     run("generate", "x")
     assert seen[-1][0] == api.DEFAULT_MODEL
 
@@ -200,7 +224,11 @@ def test_every_model_option_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
         (["generate", "x", "--logprobs", "2"], 2, "--logprobs needs --json"),
         (["generate", "x", "--draft", "magic"], 2, "draft must be one of"),
         (["generate", "x", "--draft-tokens", "16"], 2, "draft_tokens must be in 0 .. 15"),
-        (["generate", "x", "--draft", "draft_model"], 2, "draft_model=NAME"),
+        (["generate", "x", "--draft", "draft_model"], 2, "--draft draft_model needs --draft-model NAME"),
+        (["generate", "x", "--draft", "ngram", "--draft-model", "y"], 2, "--draft-model and --draft ngram exclude"),
+        (["generate", "x", "--top-k", "x"], 2, "'--top-k'"),
+        (["generate", "x", "--nonsense"], 2, "--nonsense"),
+        (["nonsense"], 2, "nonsense"),
         (["generate", "x", "--precision", "int2"], 2, "precision must be"),
         (["generate", "x", "--context", "100000"], 2, "context must be in"),
         (["generate", "x " * 400], 2, "context"),
@@ -268,8 +296,16 @@ def test_ctrl_c_ends_generate_with_130(folder: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(api.LanguageModel, "stream", interrupted)
     result = run("generate", "x", "--model", folder)
     assert result.exit_code == 130
-    assert result.stdout.startswith("partial")
-    assert "Traceback" not in result.output
+    assert result.stdout == "partial\n"
+    assert result.stderr == "(stopped) 1 token in 1 round\n"
+    assert run("generate", "x", "--model", folder, "--quiet").stderr == "(stopped)\n"
+
+
+def test_a_model_shows_what_it_is(folder: Path) -> None:
+    with outpace.load(folder, backend="reference", context=99, draft="ngram") as model:
+        layers = tiny_folder.CONFIG.num_hidden_layers
+        assert repr(model) == f"<LanguageModel {folder}: qwen3, {layers} layers, context 99, drafter ngram>"
+    assert repr(model).endswith(", closed>")
 
 
 # ------------------------------------------------------------------------------------------------------ other commands
@@ -283,8 +319,12 @@ def test_info_describes_a_model(folder: Path) -> None:
     assert facts["context"] == config.max_position_embeddings
     assert facts["bytes"] > 4 * facts["parameters"]  # float32 and a header
     assert facts["bytes"] < 4 * facts["parameters"] + 10_000
+    assert set(facts["tensors"]) == {"F32"}
     text = run("info", folder).stdout
     assert "architecture  qwen3\n" in text
+    assert f"tensors       F32 x{facts['tensors']['F32']}\n" in text
+    assert f"tokenizer     byte-level BPE, {config.vocab_size} tokens\n" in text
+    assert f"size          {facts['bytes'] / 1000:.0f} kB\n" in text
 
 
 def test_models_lists_what_was_pulled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,6 +367,10 @@ assert not loaded, loaded
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "generate" in done.stdout
+    for command in ([], ["generate"], ["chat"]):
+        text = process(*command, "--help").stdout
+        assert "<bool>" not in text
+    assert f"({api.DEFAULT_MODEL})" in text
     done = process("--version")
     assert (done.returncode, done.stdout, done.stderr) == (0, f"outpace {outpace.__version__}\n", "")
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from outpace.api import Delta, Result
-from outpace.cli.chat import Session, read_message
+from outpace.cli.chat import SETTABLE, Session, read_message
 from outpace.types import ContextError, ModelError, SampleOpts, Stats, UsageError
 
 
@@ -22,15 +24,27 @@ class FakeModel:
 
     answers: list[list[str | BaseException]]
     name: str = "fake"
+    switches: tuple[str, ...] = ("enable_thinking",)
+    positions: int = 4096
+    finish: str = "stop"
+    defaults: dict[str, Any] = field(default_factory=dict)
     seen: list[list[Mapping[str, Any]]] = field(default_factory=list)
     opts: list[SampleOpts] = field(default_factory=list)
-    more: list[dict[str, Any]] = field(default_factory=list)
+    variables: list[dict[str, Any]] = field(default_factory=list)
     closed: int = 0
 
-    def chat_stream(self, messages: Sequence[Mapping[str, Any]], opts: SampleOpts, **more: Any) -> Iterator[Delta]:
+    def __post_init__(self) -> None:
+        self.config = SimpleNamespace(max_position_embeddings=4096)
+        self.target = SimpleNamespace(capacity=SimpleNamespace(positions=self.positions))
+        self.template = SimpleNamespace(mentions=lambda name: name in self.switches)
+
+    def chat_ids(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
         self.seen.append(list(messages))
+        self.variables.append(variables)
+        return [0] * 100
+
+    def stream(self, prompt: list[int], opts: SampleOpts, *, speculate: bool) -> Iterator[Delta]:
         self.opts.append(opts)
-        self.more.append(more)
         return self._deltas(self.answers.pop(0))
 
     def _deltas(self, words: list[str | BaseException]) -> Iterator[Delta]:
@@ -42,7 +56,7 @@ class FakeModel:
                     tokens=len(words), decode_tokens=len(words), rounds=2, drafted=8, accepted=4, decode_s=0.5
                 )
                 done = i == len(words) - 1
-                result = Result("".join(map(str, words)), [], [], "stop", 0, stats, []) if done else None
+                result = Result("".join(map(str, words)), [], [], self.finish, 0, stats, []) if done else None
                 yield Delta(word, [1], 0, result=result)
         finally:
             self.closed += 1
@@ -105,7 +119,7 @@ def test_ctrl_c_while_the_text_is_shown_cancels_the_request(monkeypatch: pytest.
         if text == "b":
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("outpace.cli.chat.show", show)
+    monkeypatch.setattr("outpace.cli.chat.answering", lambda: contextlib.nullcontext(show))
     session = talk(monkeypatch, model, "x", "y", quiet=True)
     assert model.closed == 2
     assert [m["content"] for m in session.messages] == ["x", "ab", "y", "d"]
@@ -117,7 +131,7 @@ def test_an_error_is_told_and_the_message_taken_back(
     model = FakeModel([[ContextError("too long")], ["ok"]])
     session = talk(monkeypatch, model, "long", "short", quiet=True)
     assert session.messages == [*said("user", "short"), *said("assistant", "ok")]
-    assert capsys.readouterr().err == "outpace: too long\n"
+    assert capsys.readouterr().err == "outpace: too long: /reset forgets the conversation\n"
 
 
 def test_messages_over_several_lines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,8 +163,11 @@ def test_settings(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
     ]
     talk(monkeypatch, model, *lines, quiet=True)
     first = {"temperature": 0.5, "top_k": 7, "stop": ("###", "END"), "logit_bias": {12: -3.5}, "rule": "block"}
-    assert model.opts == [SampleOpts(**first, seed=3), SampleOpts(**first | {"stop": (".",)})]
-    assert [more["template"] for more in model.more] == [{"enable_thinking": False}, {}]
+    assert model.opts == [
+        SampleOpts(**first, seed=3, max_tokens=1024),
+        SampleOpts(**first | {"stop": (".",)}, max_tokens=1024),
+    ]
+    assert model.variables == [{"enable_thinking": False}, {}]
     assert model.seen[0] == [*said("system", "Be brief."), *said("user", "hi")]
     assert model.seen[1] == [*said("user", "hi"), *said("assistant", "1"), *said("user", "ho")]
     assert capsys.readouterr().err == ""
@@ -160,7 +177,6 @@ def test_settings(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
     "line",
     [
         "/nonsense",
-        "/set",
         "/set temperature",
         "/set temperature hot",
         "/set temperature -1",
@@ -229,6 +245,72 @@ def test_totals(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out.splitlines()[-1] == (
         "2 answers, 3 tokens in 4 rounds (0.75 tokens per round), 3.0 tokens/s, drafted 16, accepted 8"
     )
+
+
+def test_one_answer_is_no_plural(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    talk(monkeypatch, FakeModel([["a"]]), "x", "/stats", quiet=True)
+    assert capsys.readouterr().out.splitlines()[-1].startswith("1 answer, 1 token in 2 rounds (")
+
+
+def test_an_answer_that_was_cut_off_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = FakeModel([["a"], ["b"]], finish="length")
+    talk(monkeypatch, model, "x", "/set max_tokens 9", "y", quiet=True)
+    assert [opts.max_tokens for opts in model.opts] == [1024, 9]
+    assert capsys.readouterr().err.splitlines() == [
+        "(cut off after 1024 tokens; /set max_tokens N allows more)",
+        "(cut off after 9 tokens; /set max_tokens N allows more)",
+    ]
+
+
+def test_a_full_context_says_what_to_do(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    model = FakeModel([["a"], [ContextError("no room")]], finish="length", positions=120)
+    talk(monkeypatch, model, "x", "y", opts=SampleOpts(max_tokens=50), quiet=True)
+    assert model.opts[0].max_tokens == 20
+    way_out = "/reset forgets the conversation, or start again with a --context of up to 4096"
+    assert capsys.readouterr().err.splitlines() == [
+        f"(cut off: the context is full; {way_out})",
+        f"outpace: no room: {way_out}",
+    ]
+    model = FakeModel([[ContextError("no room")]])  # all the model has: only /reset is left
+    talk(monkeypatch, model, "x")
+    assert capsys.readouterr().err == "outpace: no room: /reset forgets the conversation\n"
+
+
+def test_thinking_needs_a_switch_in_the_template(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session = talk(monkeypatch, FakeModel([], switches=()), "/think on", "/think auto", quiet=True)
+    assert session.think is None
+    error = capsys.readouterr().err
+    assert error == "outpace: the chat template of fake has no switch for thinking (enable_thinking)\n"
+
+
+def test_set_alone_lists_the_values(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    model = FakeModel([], defaults={"temperature": 0.6, "top_k": 20})
+    talk(monkeypatch, model, "/set top_k 5", '/set stop ["#"]', "/set", quiet=True)
+    values = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert set(values) == set(SETTABLE)
+    expected = {"temperature": "0.6", "top_k": "5", "top_p": "none", "stop": '["#"]', "max_tokens": "1024"}
+    assert expected.items() <= values.items()
+
+
+def test_commands_that_worked_say_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "talk.json"
+    lines = ["/set temperature 0.5", "/system S", f"/save {file}", f"/load {file}", "/think off", "/reset", "/system"]
+    talk(monkeypatch, FakeModel([]), *lines)
+    assert capsys.readouterr().err.splitlines() == [
+        "temperature is 0.5",
+        "the system message is set",
+        f"1 message written to {file}",
+        f"1 message read from {file}",
+        "thinking is off",
+        "the conversation is forgotten, the system message stays",
+        "the system message is removed",
+    ]
 
 
 def test_help_lists_every_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

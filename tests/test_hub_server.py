@@ -162,6 +162,12 @@ def tree(folder: Path) -> dict[str, bytes]:
     return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
+def test_a_pull_into_a_log_is_one_line(server, capfd):
+    hub.pull("org/model")
+    hub.pull("org/model")  # nothing is missing: nothing to say
+    assert re.fullmatch(r"fetching org/model \(\d+ MB\)\n", capfd.readouterr().err)
+
+
 def test_a_model_is_pulled_without_what_it_does_not_need(server):
     with pytest.raises(HubError, match="run `outpace pull org/model`"):
         hub.resolve("org/model")

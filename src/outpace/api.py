@@ -218,6 +218,15 @@ class LanguageModel:
             known_tokens=tokenizer.vocab_size if tokenizer is not None else None,
         )
 
+    def __repr__(self) -> str:
+        drafter = "none" if self.drafter is None else self.drafter.name
+        shape = f"{self.config.architecture}, {self.config.num_hidden_layers} layers"
+        closed = ", closed" if self._closed else ""
+        return (
+            f"<LanguageModel {self.name or 'without a name'}: {shape}, context {self.target.capacity.positions}, "
+            f"drafter {drafter}{closed}>"
+        )
+
     @property
     def config(self) -> ModelConfig:
         return self.target.config

@@ -61,7 +61,7 @@ class Engine:
         context = target.capacity.positions
         room = context - len(prompt)
         if room < 1:
-            raise ContextError(f"the prompt has {len(prompt)} tokens, but the context holds {context} and an answer")
+            raise ContextError(f"the prompt's {len(prompt)} tokens leave no room to answer in a context of {context}")
         if opts.max_tokens is not None and opts.max_tokens > room:
             raise ContextError(
                 f"the prompt's {len(prompt)} tokens and max_tokens {opts.max_tokens} exceed the context of {context}: "

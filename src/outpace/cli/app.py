@@ -4,16 +4,54 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from .chat import chat
-from .command import command
+from .command import command, say
 from .generate import generate
 from .manage import info, models, pull, rm
 
+
+class PlainFlags:
+    """Help in which a flag has no type beside it."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for param in params:
+            if getattr(param, "is_flag", False):
+                param.metavar = ""
+        return params
+
+
+class Command(PlainFlags, TyperCommand):
+    """One command."""
+
+
+class Commands(PlainFlags, TyperGroup):
+    """All commands. What the parser refuses is told as every other error is: one line, exit code 2."""
+
+    def main(self, args: Any = None, prog_name: Any = None, *, standalone_mode: bool = True, **more: Any) -> Any:  # type: ignore[override]
+        """Runs the command line; ends the process unless standalone_mode is off."""
+        if not standalone_mode:
+            return super().main(args, prog_name, standalone_mode=False, **more)
+        try:
+            sys.exit(super().main(args, prog_name, standalone_mode=False, **more))
+        except typer.Abort:
+            sys.exit(1)
+        except Exception as error:
+            # typer has brought click's exceptions along under more than one name.
+            if not hasattr(error, "format_message"):
+                raise
+            if text := error.format_message():  # nothing when the help was shown instead
+                say(text if text.endswith(("?", ".")) else f"{text}.")
+            sys.exit(2)
+
+
 app = typer.Typer(
+    cls=Commands,
     help="The same words, faster: lossless speculative decoding on your own machine.",
     no_args_is_help=True,
     add_completion=False,
@@ -21,7 +59,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for _function in (generate, chat, pull, models, rm, info):
-    app.command()(command(_function))
+    app.command(cls=Command)(command(_function))
 
 
 def _show_version(wanted: bool) -> None:

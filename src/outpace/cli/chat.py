@@ -11,25 +11,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .command import say
-from .options import Model, Quiet, Sampling, System, Think, template_variables
-from .terminal import note, short_statistics, show
+from .options import Model, Quiet, Sampling, System, Think, check_think, template_variables, within
+from .terminal import answering, counted, fitted, note, short_statistics, show, speed, typing_hidden
 
 if TYPE_CHECKING:
     from ..api import LanguageModel, Result
     from ..types import SampleOpts
 
 HELP = """\
-/help              this text
-/reset             forget the conversation, keep the system message
-/system TEXT       set the system message; without TEXT remove it
-/set NAME VALUE    set a sampling parameter, such as /set temperature 0.7; VALUE none unsets it
-/think on|off|auto thinking, where the model's template has it
-/stats             totals of this session
-/save FILE         write the conversation as JSON
-/load FILE         read a conversation
-/exit              leave, as Ctrl-D does
+/help                this text
+/reset               forget the conversation, keep the system message
+/system TEXT         set the system message; without TEXT remove it
+/set NAME VALUE      set a sampling parameter, such as /set temperature 0.7; VALUE none unsets it
+/set                 list the sampling parameters
+/think on|off|auto   thinking, where the model's template has it
+/stats               totals of this session
+/save FILE           write the conversation as JSON
+/load FILE           read a conversation
+/exit                leave, as Ctrl-D does
 End a line with \\ to go on in the next, or put several lines between \"\"\" and \"\"\".
 //... sends a message that begins with /. Ctrl-C stops an answer."""
+
+DEFAULT_MAX_TOKENS = 1024  # of one answer: small models may go round in circles for as long as they are let
 
 SETTABLE = (
     "temperature",
@@ -54,8 +57,10 @@ def chat(*, model: Model, system: System = None, think: Think = None, sampling: 
     """Holds a conversation. /help lists the commands."""
     opts = sampling.opts()
     with model.load(quiet=quiet) as loaded:
+        check_think(loaded, think)
         session = Session(loaded, opts, speculate=not model.no_speculation, think=think, quiet=quiet)
-        session.set_system(system or "")
+        if system:
+            session.messages = [{"role": "system", "content": system}]
         if sys.stdin.isatty():
             with contextlib.suppress(ImportError):
                 import readline  # noqa: F401  # makes input() edit lines and recall earlier ones
@@ -75,12 +80,12 @@ class Session:
         self.think = think
         self.quiet = quiet
         self.messages: list[dict[str, Any]] = []
-        self.answers = self.tokens = self.rounds = self.drafted = self.accepted = 0
+        self.answers = self.tokens = self.decode_tokens = self.rounds = self.drafted = self.accepted = 0
         self.seconds = 0.0
 
     def run(self) -> None:
         """Reads messages and commands until the input ends or /exit."""
-        from ..types import OutpaceError
+        from ..types import ContextError, OutpaceError
 
         while True:
             try:
@@ -92,6 +97,8 @@ class Session:
                         return
                 elif text.strip():
                     self.answer(text[1:] if text.startswith("//") else text)
+            except ContextError as error:
+                say(f"{error}: {self.way_out()}")
             except OutpaceError as error:
                 say(str(error))
             except KeyboardInterrupt:
@@ -107,18 +114,17 @@ class Session:
         shown: list[str] = []
         result: Result | None = None
         try:
-            stream = self.model.chat_stream(
-                self.messages, self.opts, speculate=self.speculate, template=template_variables(self.think)
-            )
+            ids = self.model.chat_ids(self.messages, **template_variables(self.think))
+            limit = self.opts.max_tokens or DEFAULT_MAX_TOKENS
+            opts = within(self.model, self.opts, ids, limit)
             # Closing the stream cancels the request and leaves the model usable.
-            with contextlib.closing(stream) as deltas:
+            stream = self.model.stream(ids, opts, speculate=self.speculate)
+            with contextlib.closing(stream) as deltas, typing_hidden(), answering() as write:
                 for delta in deltas:
                     shown.append(delta.text)
-                    show(delta.text)
+                    write(delta.text)
                     result = delta.result
-            show("\n")
         except KeyboardInterrupt:
-            show("\n")
             note("(stopped)")
             return
         finally:
@@ -130,12 +136,31 @@ class Session:
             return
         self.answers += 1
         self.tokens += result.stats.tokens
+        self.decode_tokens += result.stats.decode_tokens
         self.rounds += result.stats.rounds
         self.drafted += result.stats.drafted
         self.accepted += result.stats.accepted
         self.seconds += result.stats.decode_s
         if not self.quiet:
             note(short_statistics(result))
+        if result.finish_reason == "length":
+            # Said even when quiet: who reads the answer must know that it is not the whole of it.
+            reached = opts.max_tokens
+            if reached is not None and reached < limit:
+                note(f"(cut off: the context is full; {self.way_out()})")
+            else:
+                note(f"(cut off after {counted(limit, 'token')}; /set max_tokens N allows more)")
+
+    def way_out(self) -> str:
+        """What can be done when the context is full."""
+        largest = self.model.config.max_position_embeddings
+        more = f", or start again with a --context of up to {largest}"
+        return "/reset forgets the conversation" + (more if self.model.target.capacity.positions < largest else "")
+
+    def done(self, text: str) -> None:
+        """Says that a command has worked."""
+        if not self.quiet:
+            note(text)
 
     # -- commands
 
@@ -148,7 +173,7 @@ class Session:
         if name in ("exit", "quit"):
             return False
         commands: dict[str, Callable[[], None]] = {
-            "help": lambda: show(HELP + "\n"),
+            "help": lambda: show(fitted(HELP, sys.stdout) + "\n"),
             "reset": self.reset,
             "system": lambda: self.set_system(rest),
             "set": lambda: self.set_parameter(rest),
@@ -165,16 +190,22 @@ class Session:
     def reset(self) -> None:
         """Forgets all but the system message."""
         self.messages = [message for message in self.messages[:1] if message["role"] == "system"]
+        self.done("the conversation is forgotten" + (", the system message stays" if self.messages else ""))
 
     def set_system(self, text: str) -> None:
         """Sets, replaces or (empty) removes the system message."""
         rest = [message for message in self.messages if message["role"] != "system"]
         self.messages = [{"role": "system", "content": text}, *rest] if text else rest
+        self.done("the system message is " + ("set" if text else "removed"))
 
     def set_parameter(self, entry: str) -> None:
-        """NAME VALUE, the value as JSON or a plain text. Raises UsageError."""
+        """NAME VALUE, the value as JSON or a plain text; nothing lists the values. Raises UsageError."""
         from ..types import SampleOpts, UsageError
 
+        if not entry:
+            values = self.values()
+            show("".join(f"{name.ljust(max(map(len, values)))}  {_plain(values[name])}\n" for name in values))
+            return
         name, _, text = entry.partition(" ")
         name = name.replace("-", "_")
         if name not in SETTABLE or not text.strip():
@@ -190,6 +221,12 @@ class Session:
         elif name == "logit_bias":
             value = _biases(value)
         self.opts = replace(self.opts, **{name: value})
+        self.done(f"{name} is {_plain(self.values()[name])}")
+
+    def values(self) -> dict[str, Any]:
+        """The sampling parameters that hold for the next answer."""
+        opts = self.opts.with_defaults({**self.model.defaults, "max_tokens": DEFAULT_MAX_TOKENS})
+        return {name: getattr(opts, name) for name in SETTABLE}
 
     def set_think(self, text: str) -> None:
         """on, off or auto. Raises UsageError."""
@@ -198,23 +235,27 @@ class Session:
         choices = {"on": True, "off": False, "auto": None}
         if text not in choices:
             raise UsageError("/think on, off or auto")
+        check_think(self.model, choices[text])
         self.think = choices[text]
+        self.done(f"thinking is {text}" if text != "auto" else "thinking is left to the model's template")
 
     def show_stats(self) -> None:
         """Totals over the answers of this session."""
-        rate = self.tokens / self.seconds if self.seconds else 0.0
         mean = self.tokens / self.rounds if self.rounds else 0.0
         show(
-            f"{self.answers} answers, {self.tokens} tokens in {self.rounds} rounds ({mean:.2f} tokens per round), "
-            f"{rate:.1f} tokens/s, drafted {self.drafted}, accepted {self.accepted}\n"
+            f"{counted(self.answers, 'answer')}, {counted(self.tokens, 'token')} in {counted(self.rounds, 'round')} "
+            f"({mean:.2f} tokens per round), "
+            f"{speed(self.decode_tokens, self.seconds)}drafted {self.drafted}, accepted {self.accepted}\n"
         )
 
     def save(self, name: str) -> None:
         """Writes the messages as a JSON list. Raises UsageError or ModelError."""
         from ..weights.files import replacing
 
-        with replacing(_path(name, "save")) as file:
+        path = _path(name, "save")
+        with replacing(path) as file:
             file.write(json.dumps(self.messages, ensure_ascii=False, indent=2).encode() + b"\n")
+        self.done(f"{counted(len(self.messages), 'message')} written to {path}")
 
     def load(self, name: str) -> None:
         """Reads messages that `save` wrote, in place of this conversation's. Raises UsageError."""
@@ -232,6 +273,7 @@ class Session:
             self.messages = check_messages(messages)
         except UsageError as error:
             raise UsageError(f"{path}: {error}") from None
+        self.done(f"{counted(len(self.messages), 'message')} read from {path}")
 
 
 def read_message() -> str | None:
@@ -267,6 +309,11 @@ def _line(prompt: str) -> str | None:
         return input(prompt if sys.stdin.isatty() else "")
     except EOFError:
         return None
+
+
+def _plain(value: object) -> str:
+    """A value as /set takes it."""
+    return "none" if value is None or value == () else value if isinstance(value, str) else json.dumps(value)
 
 
 def _path(name: str, command: str) -> Path:

@@ -12,6 +12,8 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from .terminal import fitted, note
+
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.", rich_help_panel="Other")]
 
 
@@ -48,9 +50,12 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
                 raise
             raise typer.Exit(report(error)) from None
         except KeyboardInterrupt:
+            note("\n(stopped)")
             raise typer.Exit(130) from None
 
-    run.__name__, run.__doc__ = function.__name__, function.__doc__
+    # The help's lines are as long as the terminal allows, not as long as the source's.
+    paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
+    run.__name__, run.__doc__ = function.__name__, "\n\n".join(" ".join(text.split()) for text in paragraphs)
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
@@ -80,7 +85,7 @@ def report(error: Exception) -> int:
 
 def say(text: str) -> None:
     """One line on stderr."""
-    print(f"outpace: {' '.join(text.split())}", file=sys.stderr)
+    print(fitted(f"outpace: {' '.join(text.split())}", sys.stderr), file=sys.stderr)
 
 
 def _show_warning(message: Warning | str, *_: Any) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .options import Model, Quiet, Sampling, System, Think, template_variables
-from .terminal import note, show, statistics
+from .options import Model, Quiet, Sampling, System, Think, check_think, template_variables, within
+from .terminal import answering, counted, note, statistics
 
 if TYPE_CHECKING:
     from ..api import LanguageModel, Result
@@ -57,21 +57,28 @@ def generate(
             assert loaded.tokenizer is not None  # load always brings one
             ids = loaded.tokenizer.encode(text)
         else:
+            check_think(loaded, think)
             messages = [{"role": "system", "content": system}] if system is not None else []
             ids = loaded.chat_ids([*messages, {"role": "user", "content": text}], **template_variables(think))
         if opts.max_tokens is None:
-            room = loaded.target.capacity.positions - len(ids)
-            opts = replace(opts, max_tokens=max(1, min(DEFAULT_MAX_TOKENS, room)))
+            opts = within(loaded, opts, ids, DEFAULT_MAX_TOKENS)
         if as_json:
             answer = loaded.generate(ids, opts, speculate=not model.no_speculation)
             print(json.dumps(as_object(loaded, answer), ensure_ascii=sys.stdout.encoding.lower() != "utf-8"))
             return
         result: Result | None = None
-        with contextlib.closing(loaded.stream(ids, opts, speculate=not model.no_speculation)) as deltas:
-            for delta in deltas:
-                show(delta.text)
-                result = delta.result
-        show("\n")
+        tokens = rounds = 0
+        try:
+            stream = loaded.stream(ids, opts, speculate=not model.no_speculation)
+            with contextlib.closing(stream) as deltas, answering() as show:
+                for delta in deltas:
+                    show(delta.text)
+                    tokens += len(delta.token_ids)
+                    rounds += bool(delta.token_ids)
+                    result = delta.result
+        except KeyboardInterrupt:
+            note(f"(stopped) {counted(tokens, 'token')} in {counted(rounds, 'round')}" if not quiet else "(stopped)")
+            raise typer.Exit(130) from None
         if not quiet and result is not None:
             sampled = opts.with_defaults(loaded.defaults).temperature != 0
             note(statistics(result) + (f", seed {result.seed}" if sampled else ""))

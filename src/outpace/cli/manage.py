@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -26,12 +25,12 @@ def pull(
     name: Name,
     *,
     offline: Offline = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Nothing but errors.")] = False,
 ) -> None:
     """Fetches a model, or what is missing of it. A broken download goes on where it stopped."""
     from .. import hub
 
-    path = hub.pull(name, progress=not quiet and sys.stderr.isatty(), offline=offline)
+    path = hub.pull(name, progress=not quiet, offline=offline)
     if not quiet:
         note(f"{name} is at {path}")
 
@@ -66,7 +65,7 @@ def info(
     *,
     as_json: AsJson = False,
 ) -> None:
-    """Shows what a model is: architecture, sizes, parameters, size on disk."""
+    """Shows what a model is: architecture, parameters, kinds of tensors, sizes."""
     from .. import hub
     from ..models.loading import load_model
 
@@ -75,15 +74,19 @@ def info(
     if as_json:
         show(json.dumps(facts, indent=2) + "\n")
         return
-    width = max(map(len, facts))
-    for name, value in facts.items():
-        show(f"{name.ljust(width)}  {size(value) if name == 'bytes' else value}\n")
+    shown = {("size" if name == "bytes" else name): value for name, value in facts.items()}
+    shown["size"] = size(facts["bytes"])
+    shown["tensors"] = ", ".join(f"{kind} x{count}" for kind, count in facts["tensors"].items())
+    width = max(map(len, shown))
+    for name, value in shown.items():
+        show(f"{name.ljust(width)}  {value}\n")
     for text in loaded.notices:
         note(text)
 
 
 def describe(loaded: LoadedModel) -> dict[str, Any]:
-    """The facts about a model that people ask for; bytes: of its weight files."""
+    """The facts about a model that people ask for; bytes: of its weight files. tensors: how many of each kind."""
+    from ..api import load_tokenizer
     from ..models.names import expected_tensors
 
     config, path = loaded.config, loaded.path
@@ -94,6 +97,8 @@ def describe(loaded: LoadedModel) -> dict[str, Any]:
         "architecture": config.architecture,
         "parameters": sum(map(math.prod, expected_tensors(config).values())),
         "bytes": sum(file.stat().st_size for file in weights),
+        "tensors": dict(loaded.weights.kinds().most_common()),
+        "tokenizer": f"byte-level BPE, {load_tokenizer(loaded).vocab_size} tokens",
         "context": config.max_position_embeddings,
         "vocabulary": config.vocab_size,
         "layers": config.num_hidden_layers,

@@ -5,19 +5,21 @@ Values are checked by the library (SampleOpts, `load`), so that the command line
 
 from __future__ import annotations
 
-import sys
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+DEFAULT_MODEL = "smollm2-135m"  # as api.DEFAULT_MODEL, whose import takes its time
 
 if TYPE_CHECKING:
     from ..api import LanguageModel
     from ..types import SampleOpts
 
 
-def _sampling(help: str, *names: str, metavar: str | None = None) -> Any:
-    return typer.Option(*names, help=help, metavar=metavar, rich_help_panel="Sampling")
+def _sampling(help: str, *names: str, metavar: str | None = None, default: str | bool = True) -> Any:
+    return typer.Option(*names, help=help, metavar=metavar, show_default=default, rich_help_panel="Sampling")
 
 
 def _model(help: str, *names: str, metavar: str | None = None) -> Any:
@@ -28,7 +30,9 @@ def _model(help: str, *names: str, metavar: str | None = None) -> Any:
 class Sampling:
     """How tokens are chosen. What is not said comes from the model's generation_config.json."""
 
-    temperature: Annotated[float | None, _sampling("0: always the most probable token.")] = None
+    temperature: Annotated[
+        float | None, _sampling("0: always the most probable token.", default="the model's, else 0")
+    ] = None
     top_k: Annotated[int | None, _sampling("Only the K most probable tokens.")] = None
     top_p: Annotated[float | None, _sampling("Only the most probable tokens that sum to P.")] = None
     min_p: Annotated[float | None, _sampling("Only tokens with P times the best one's probability.")] = None
@@ -41,7 +45,7 @@ class Sampling:
     ] = None
     stop: Annotated[list[str] | None, _sampling("The answer ends before this text. Repeatable.")] = None
     seed: Annotated[int | None, _sampling("Repeats an answer. Without it one is drawn and reported.")] = None
-    max_tokens: Annotated[int | None, _sampling("Most tokens to generate (generate: 512; chat: what fits).")] = None
+    max_tokens: Annotated[int | None, _sampling("Most tokens of an answer.", default="512; in a chat 1024")] = None
     min_tokens: Annotated[int | None, _sampling("No end of the answer before this many tokens.")] = None
     rule: Annotated[str, _sampling("match (same tokens), rejection or block (same distribution).")] = "match"
     ignore_eos: Annotated[bool, _sampling("Go on after end tokens.", "--ignore-eos")] = False
@@ -62,7 +66,10 @@ class Model:
     model: Annotated[
         str | None,
         typer.Option(
-            "--model", "-m", help="A built-in name, a Hugging Face id, a folder or a .gguf file.", show_default=False
+            "--model",
+            "-m",
+            help="A built-in name, a Hugging Face id, a folder or a .gguf file.",
+            show_default=DEFAULT_MODEL,
         ),
     ] = None
     draft: Annotated[str, _model("What guesses ahead: auto, ngram, suffix, draft_model or none.")] = "auto"
@@ -75,11 +82,17 @@ class Model:
     offline: Annotated[bool, _model("Never download.", "--offline")] = False
 
     def load(self, *, quiet: bool = False) -> LanguageModel:
-        """quiet: a download shows no bars. Raises UsageError, HubError or ModelError."""
+        """quiet: a download goes unmentioned. Raises UsageError, HubError or ModelError."""
         from .. import api
+        from ..types import UsageError
+
+        if self.draft == "draft_model" and self.draft_model is None:
+            raise UsageError("--draft draft_model needs --draft-model NAME, a small model with the same vocabulary")
+        if self.draft_model is not None and self.draft not in ("auto", "draft_model"):
+            raise UsageError(f"--draft-model and --draft {self.draft} exclude each other")
 
         return api.load(
-            api.DEFAULT_MODEL if self.model is None else self.model,
+            DEFAULT_MODEL if self.model is None else self.model,
             precision=self.precision,  # type: ignore[arg-type]  # load checks it
             draft=self.draft,
             draft_model=self.draft_model,
@@ -88,7 +101,7 @@ class Model:
             slots=1,
             threads=self.threads,
             offline=self.offline,
-            progress=not quiet and sys.stderr.isatty(),
+            progress=not quiet,
         )
 
 
@@ -96,12 +109,26 @@ Think = Annotated[
     bool | None, typer.Option("--think/--no-think", help="Thinking on or off, where the model's template has it.")
 ]
 System = Annotated[str | None, typer.Option("--system", help="The system message.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No statistics, no progress bars.", rich_help_panel="Other")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No statistics, no progress.", rich_help_panel="Other")]
 
 
 def template_variables(think: bool | None) -> dict[str, Any]:
     """Variables for the chat template; what was not said stays the template's choice."""
     return {} if think is None else {"enable_thinking": think}
+
+
+def check_think(model: LanguageModel, think: bool | None) -> None:
+    """UsageError when thinking was switched on or off for a template that has no such switch."""
+    from ..types import UsageError
+
+    if think is not None and (model.template is None or not model.template.mentions("enable_thinking")):
+        raise UsageError(f"the chat template of {model.name} has no switch for thinking (enable_thinking)")
+
+
+def within(model: LanguageModel, opts: SampleOpts, prompt: Sequence[int], limit: int) -> SampleOpts:
+    """The options with at most `limit` tokens, fewer where the prompt leaves less of the context."""
+    room = model.target.capacity.positions - len(prompt)
+    return replace(opts, max_tokens=max(1, min(max(limit, opts.min_tokens or 0), room)))
 
 
 def parse_biases(entries: list[str] | None) -> dict[int, float] | None:

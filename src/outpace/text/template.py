@@ -98,6 +98,10 @@ class ChatTemplate:
         """The text of the default template."""
         return self._sources.get("default") or next(iter(self._sources.values()))
 
+    def mentions(self, variable: str) -> bool:
+        """Whether a template holds the name of this variable, such as enable_thinking."""
+        return any(variable in text for text in self._sources.values())
+
     def render(
         self,
         messages: Sequence[Message],

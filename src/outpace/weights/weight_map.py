@@ -7,6 +7,7 @@ renames them.
 from __future__ import annotations
 
 import difflib
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,10 @@ class WeightMap:
 
     def keys(self) -> list[str]:
         return list(self._tensors)
+
+    def kinds(self) -> Counter[str]:
+        """How many tensors there are of each kind (Q4_1, BF16, ...)."""
+        return Counter(tensor.kind for tensor in self._tensors.values())
 
     def __contains__(self, name: object) -> bool:
         return name in self._tensors
