@@ -73,6 +73,15 @@ struct Kernels {
     void (*attend)(const Keys& keys, const float* q, int heads, int begin, int end, Partial* partial, float* acc);
     // Joins the next chunk to what the chunks before gave.
     void (*join)(Partial* into, float* acc, const Partial& next, const float* next_acc, int n);
+
+    // Sweeps of the sampler over a row of logits [n].
+    float (*top)(const float* x, size_t n);  // the largest; NaN where one is NaN
+    // Indices with x >= cut, ascending, at most `limit` of them.
+    size_t (*at_least)(const float* x, size_t n, float cut, size_t limit, int32_t* at);
+    double (*weight_sum)(const float* x, size_t n, float top, float inverse);  // sum of exp((x - top) * inverse), nearly
+    // Tokens first .. last whose exponential race time may lie below `best`.
+    size_t (*racers)(const float* x, size_t first, size_t last, float top, float inverse, uint64_t key, double best,
+                     int32_t* at);
 };
 
 const Kernels* kernels_portable();

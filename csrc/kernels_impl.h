@@ -3,6 +3,7 @@
 
 #include "kernels.h"
 #include "simd.h"
+#include "sampler_impl.h"
 
 namespace outpace {
 namespace {
@@ -382,7 +383,7 @@ void join(Partial* into, float* acc, const Partial& next, const float* next_acc,
 
 constexpr Kernels family(const char* name, bool unsigned_bytes) {
     return {name,   unsigned_bytes, TILE, matmul_int8, matmul_f32, quantise, rms_norm, rotate,
-            scale,  add,            add_scaled, silu_mul, attend, join};
+            scale,  add,            add_scaled, silu_mul, attend, join, top, at_least, weight_sum, racers};
 }
 
 }  // namespace

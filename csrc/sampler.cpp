@@ -1,142 +1,213 @@
-// Temperature, min-p, top-k, top-p and the exponential race of sampling.py, in one sweep over the logits where it can.
+// Temperature, min-p, top-k, top-p and the exponential race of sampling.py, mostly without looking at a token twice.
 //
 // The race's winner is arg-min(E_i / w_i), w_i = exp((x_i - max) / T), E_i = -log(u_i), u_i a hash of (key, i). Only
 // tokens that can still win need their exact E and w: since -log(u) >= 1 - u, a token with (1 - u_i) >= best * bound(w_i)
-// cannot. So nearly every token costs one hash and one cheap bound on exp.
+// cannot. Filters work on the few tokens above a cut that holds all they keep. Sweeps over the whole vocabulary are the
+// kernels' (sampler_impl.h), in float32 with bounds; whatever decides is computed in float64 as the reference does.
 
 #include "sampler.h"
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <limits>
 #include <vector>
+
+#include "kernels.h"
 
 namespace outpace {
 namespace {
 
 double uniform(std::uint64_t key, std::uint64_t token) {
-  std::uint64_t z = (token + 1) * 0x9E3779B97F4A7C15ull + key;  // SplitMix64
-  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
-  z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
-  z ^= z >> 31;
-  return (static_cast<double>(z >> 11) + 0.5) * 0x1p-53;
-}
-
-// At least exp(x) and at most 7 % above it, for x <= 0 (Schraudolph 1999: the exponent's bits from a linear map, whose
-// error lies in [0, 6.2 %] when the mantissa is interpolated from above).
-float exp_bound(float x) {
-  const float y = std::max(x, -87.0f) * 12102203.2f + 1065353216.0f;  // 2^23 / log 2, 127 * 2^23
-  const std::int32_t bits = static_cast<std::int32_t>(y);
-  float e;
-  std::memcpy(&e, &bits, sizeof e);
-  return e * 1.0005f;
+    std::uint64_t z = (token + 1) * 0x9E3779B97F4A7C15ull + key;  // SplitMix64
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+    z ^= z >> 31;
+    return (static_cast<double>(z >> 11) + 0.5) * 0x1p-53;
 }
 
 struct Candidate {
-  std::int64_t token;
-  double weight;
+    std::int64_t token;
+    double weight;
 };
 
-std::int64_t race(const std::vector<Candidate>& kept, std::uint64_t key) {
-  std::int64_t winner = -1;
-  double best = std::numeric_limits<double>::infinity();
-  for (const Candidate& c : kept) {
-    const double time = -std::log(uniform(key, static_cast<std::uint64_t>(c.token))) / c.weight;
-    if (time < best) {
-      best = time;
-      winner = c.token;
-    }
-  }
-  return winner;
+// More probable, then the lower id.
+bool before(const Candidate& a, const Candidate& b) {
+    return a.weight != b.weight ? a.weight > b.weight : a.token < b.token;
 }
 
-std::int64_t race_over_all(const float* logits, std::size_t n, float top, std::size_t top_at, double temperature,
-                           std::uint64_t key) {
-  const auto weight = [&](std::size_t i) { return std::exp((double(logits[i]) - double(top)) / temperature); };
-  // The most probable token goes first: its time is the bound that the others must beat.
-  double best = -std::log(uniform(key, top_at)) / 1.0;
-  std::size_t winner = top_at;
-  const float inverse = static_cast<float>(1.0 / temperature);
-  for (std::size_t i = 0; i < n; ++i) {
-    const double u = uniform(key, i);
-    if (1.0 - u >= best * exp_bound((logits[i] - top) * inverse * 0.9999f)) continue;
-    const double w = weight(i);
-    if (!(w > 0.0)) continue;
-    const double time = -std::log(u) / w;
-    if (time < best || (time == best && i < winner)) {
-      best = time;
-      winner = i;
+class Choice {
+  public:
+    Choice(const float* logits, std::size_t n, const SampleRule& rule, std::uint64_t key)
+        : x_(logits), n_(n), rule_(rule), key_(key), kernels_(family()) {
+        static thread_local std::vector<std::int32_t> scratch;
+        if (scratch.size() < n) scratch.resize(n);
+        at_ = scratch.data();
     }
-  }
-  return static_cast<std::int64_t>(winner);
-}
 
-bool more_probable(const Candidate& a, const Candidate& b) {
-  return a.weight != b.weight ? a.weight > b.weight : a.token < b.token;
-}
+    std::int64_t token() {
+        if (n_ == 0) return -1;
+        top_ = kernels_.top(x_, n_);
+        if (!std::isfinite(top_)) return -1;
+        if (rule_.temperature == 0.0) {
+            kernels_.at_least(x_, n_, top_, 1, at_);
+            return at_[0];
+        }
+        inverse_ = static_cast<float>(1.0 / rule_.temperature);
+        const bool limits_k = rule_.top_k > 0 && static_cast<std::size_t>(rule_.top_k) < n_;
+        const bool limits_p = rule_.top_p < 1.0;
+        if (!limits_k && !limits_p && rule_.min_p == 0.0) return race_of_all();
+        if (rule_.min_p > 0.0) {
+            keep_min_p();
+        } else if (limits_k) {
+            keep_above(cut_for_k(static_cast<std::size_t>(rule_.top_k)));
+        } else {
+            return top_p_of_all();
+        }
+        if (limits_k && kept_.size() > static_cast<std::size_t>(rule_.top_k)) {
+            std::nth_element(kept_.begin(), kept_.begin() + (rule_.top_k - 1), kept_.end(), before);
+            kept_.resize(static_cast<std::size_t>(rule_.top_k));
+        }
+        if (limits_p) {
+            double total = 0.0;
+            for (const Candidate& c : kept_) total += c.weight;
+            keep_mass(total);
+        }
+        return race_of_kept();
+    }
+
+  private:
+    static const Kernels& family() {
+        static const Kernels& kernels = choose_kernels();
+        return kernels;
+    }
+
+    double weight(std::size_t i) const { return std::exp((double(x_[i]) - double(top_)) / rule_.temperature); }
+
+    void keep_above(float cut) {
+        kept_.clear();
+        const std::size_t found = kernels_.at_least(x_, n_, cut, n_, at_);
+        for (std::size_t i = 0; i < found; ++i) {
+            const double w = weight(at_[i]);
+            if (w > 0.0) kept_.push_back({at_[i], w});
+        }
+    }
+
+    void keep_min_p() {
+        // w >= min_p means x >= max + T * log(min_p); the cut lies a little lower, the weights decide.
+        const double cut = double(top_) + rule_.temperature * (std::log(rule_.min_p) - 1e-3) - 1e-5 * std::fabs(top_);
+        keep_above(static_cast<float>(cut));
+        kept_.erase(std::remove_if(kept_.begin(), kept_.end(), [&](const Candidate& c) { return c.weight < rule_.min_p; }),
+                    kept_.end());
+    }
+
+    // A cut above which at least k, and not very many more, logits lie.
+    float cut_for_k(std::size_t k) {
+        const std::size_t enough = std::min(n_, 4 * k + 256);
+        float few = 0.0f, gap = 4.0f;  // below `few` there are fewer than k
+        for (int step = 0; step < 40; ++step) {
+            const std::size_t found = kernels_.at_least(x_, n_, top_ - gap, enough, at_);
+            if (found >= k && found < enough) return top_ - gap;
+            if (found < k) {
+                few = gap;
+                gap = step < 8 ? 2.0f * gap : std::numeric_limits<float>::infinity();
+                if (!std::isfinite(gap)) break;
+            } else {
+                if (gap - few < 1e-3f) return top_ - gap;
+                gap = 0.5f * (few + gap);
+            }
+        }
+        return -std::numeric_limits<float>::infinity();
+    }
+
+    // The fewest of the kept, most probable first, that together hold top_p of the total; false if they all do not.
+    bool keep_mass(double total) {
+        std::size_t sorted = 0;
+        double mass = 0.0;
+        // Sorting a whole vocabulary is dear: sort the best few, and more while they fall short.
+        for (std::size_t count = 128;; count *= 8) {
+            count = std::min(count, kept_.size());
+            std::partial_sort(kept_.begin() + sorted, kept_.begin() + count, kept_.end(), before);
+            for (std::size_t i = sorted; i < count; ++i) {
+                mass += kept_[i].weight / total;
+                doubt_ = std::min(doubt_, std::fabs(mass - rule_.top_p));
+                if (mass >= rule_.top_p) {
+                    kept_.resize(i + 1);
+                    return true;
+                }
+            }
+            sorted = count;
+            if (count == kept_.size()) return false;
+        }
+    }
+
+    std::int64_t top_p_of_all() {
+        // The total is known to about 1e-6; where that could matter, it is computed exactly.
+        const double about = kernels_.weight_sum(x_, n_, top_, inverse_);
+        for (double gap = 4.0; gap < 64.0; gap *= 2.0) {
+            keep_above(static_cast<float>(double(top_) - gap * rule_.temperature));
+            doubt_ = 1.0;
+            if (!keep_mass(about)) continue;
+            if (doubt_ > 1e-5) return race_of_kept();
+            break;
+        }
+        keep_above(-std::numeric_limits<float>::infinity());
+        double total = 0.0;
+        for (const Candidate& c : kept_) total += c.weight;
+        keep_mass(total);
+        return race_of_kept();
+    }
+
+    std::int64_t race_of_kept() {
+        std::int64_t winner = -1;
+        double best = std::numeric_limits<double>::infinity();
+        for (const Candidate& c : kept_) {
+            const double time = -std::log(uniform(key_, static_cast<std::uint64_t>(c.token))) / c.weight;
+            if (time < best || (time == best && c.token < winner)) {
+                best = time;
+                winner = c.token;
+            }
+        }
+        return winner;
+    }
+
+    std::int64_t race_of_all() {
+        // The most probable token goes first: its time is the bound that the others must beat.
+        kernels_.at_least(x_, n_, top_, 1, at_);
+        std::size_t winner = at_[0];
+        double best = -std::log(uniform(key_, winner));
+        constexpr std::size_t STRETCH = 4096;
+        for (std::size_t first = 0; first < n_; first += STRETCH) {
+            const std::size_t last = std::min(n_, first + STRETCH);
+            const std::size_t found = kernels_.racers(x_, first, last, top_, inverse_, key_, best, at_);
+            for (std::size_t i = 0; i < found; ++i) {
+                const std::size_t token = at_[i];
+                const double w = weight(token);
+                if (!(w > 0.0)) continue;
+                const double time = -std::log(uniform(key_, token)) / w;
+                if (time < best || (time == best && token < winner)) {
+                    best = time;
+                    winner = token;
+                }
+            }
+        }
+        return static_cast<std::int64_t>(winner);
+    }
+
+    const float* x_;
+    std::size_t n_;
+    SampleRule rule_;
+    std::uint64_t key_;
+    const Kernels& kernels_;
+    std::int32_t* at_;  // [n]
+    float top_ = 0.0f, inverse_ = 0.0f;
+    double doubt_ = 1.0;  // how near top_p a partial mass came
+    std::vector<Candidate> kept_;
+};
 
 }  // namespace
 
 std::int64_t choose(const float* logits, std::size_t n, const SampleRule& rule, std::uint64_t key) {
-  float top = -std::numeric_limits<float>::infinity();
-  std::size_t top_at = 0;
-  bool broken = n == 0;
-  for (std::size_t i = 0; i < n; ++i) {
-    broken |= std::isnan(logits[i]);
-    if (logits[i] > top) {
-      top = logits[i];
-      top_at = i;
-    }
-  }
-  if (broken || !std::isfinite(top)) return -1;
-  if (rule.temperature == 0.0) return static_cast<std::int64_t>(top_at);
-  const bool limits_k = rule.top_k > 0 && static_cast<std::size_t>(rule.top_k) < n;
-  const bool limits_p = rule.top_p < 1.0;
-  if (!limits_k && !limits_p && rule.min_p == 0.0)
-    return race_over_all(logits, n, top, top_at, rule.temperature, key);
-
-  std::vector<Candidate> kept;
-  if (limits_k && rule.min_p == 0.0) {
-    // exp keeps the order: choose by logit, and take the exponential of what is left.
-    std::vector<float> order(logits, logits + n);
-    std::nth_element(order.begin(), order.begin() + (rule.top_k - 1), order.end(), std::greater<float>());
-    const float edge = order[static_cast<std::size_t>(rule.top_k - 1)];
-    for (std::size_t i = 0; i < n; ++i)
-      if (logits[i] >= edge)
-        kept.push_back({static_cast<std::int64_t>(i), std::exp((double(logits[i]) - double(top)) / rule.temperature)});
-  } else {
-    for (std::size_t i = 0; i < n; ++i) {
-      const double w = std::exp((double(logits[i]) - double(top)) / rule.temperature);
-      if (w > 0.0 && w >= rule.min_p) kept.push_back({static_cast<std::int64_t>(i), w});
-    }
-  }
-  kept.erase(std::remove_if(kept.begin(), kept.end(), [](const Candidate& c) { return !(c.weight > 0.0); }),
-             kept.end());
-  if (limits_k && kept.size() > static_cast<std::size_t>(rule.top_k)) {
-    std::nth_element(kept.begin(), kept.begin() + (rule.top_k - 1), kept.end(), more_probable);
-    kept.resize(static_cast<std::size_t>(rule.top_k));
-  }
-  if (limits_p) {
-    double total = 0.0;
-    for (const Candidate& c : kept) total += c.weight;
-    std::size_t sorted = 0, take = 0;
-    double mass = 0.0;
-    // Sorting a whole vocabulary is dear: sort the best few, and more while they fall short.
-    for (std::size_t count = 128; take == 0; count *= 8) {
-      count = std::min(count, kept.size());
-      std::partial_sort(kept.begin() + sorted, kept.begin() + count, kept.end(), more_probable);
-      for (std::size_t i = sorted; i < count && take == 0; ++i) {
-        mass += kept[i].weight / total;
-        if (mass >= rule.top_p) take = i + 1;
-      }
-      sorted = count;
-      if (take == 0 && count == kept.size()) take = count;
-    }
-    kept.resize(take);
-  }
-  std::sort(kept.begin(), kept.end(), [](const Candidate& a, const Candidate& b) { return a.token < b.token; });
-  return race(kept, key);
+    return Choice(logits, n, rule, key).token();
 }
 
 }  // namespace outpace
