@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import outpace
+from fakes import oracle_drafter, random_drafter, wrong_drafter
 from outpace import LanguageModel, SampleOpts
 from outpace.backends.native import NativeBackend
 from outpace.controller import Controller
@@ -99,6 +100,35 @@ def test_the_same_tokens_with_speculation(
             assert 0 < accepted < drafted, (setting, accepted, drafted)
     finally:
         drafter.close()
+        model.engine.decoder = before
+
+
+@pytest.mark.parametrize("k", [4, pytest.param(1, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["perfect", "wrong", "random"])
+def test_the_same_tokens_with_scripted_drafters(
+    model: LanguageModel, plain: dict[str, list[list[int]]], kind: str, k: int
+) -> None:
+    before = model.engine.decoder
+    try:
+        for setting in SETTINGS:
+            answers = {tuple(p): [*a, *([0] * 16)] for p, a in zip(ids(model), plain[setting], strict=True)}
+            drafter = {
+                "perfect": lambda answers=answers: oracle_drafter(answers),
+                "wrong": lambda answers=answers: wrong_drafter(answers, model.config.vocab_size),
+                "random": lambda: random_drafter(model.config.vocab_size),
+            }[kind]()
+            model.engine.decoder = Decoder(model.target, drafter, Controller(k))
+            results = model.generate_many(ids(model), options(setting))
+            assert [r.token_ids for r in results] == plain[setting], setting
+            drafted = sum(r.stats.drafted for r in results)
+            accepted = sum(r.stats.accepted for r in results)
+            assert drafted > 0
+            if kind == "perfect":
+                # Only guesses beyond the end of an answer are wrong.
+                assert accepted >= drafted - k * len(results) > 0
+            if kind == "wrong":
+                assert accepted == 0
+    finally:
         model.engine.decoder = before
 
 

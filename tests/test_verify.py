@@ -224,6 +224,15 @@ def test_joint_law_with_long_drafts(rule: str, kind: str) -> None:
     assert_equal_laws(joint_law(opts, 2, 4, kind), expected_law(opts, 2))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize("parameters", PARAMETERS)
+def test_joint_law_with_four_drafts(rule: str, parameters: str) -> None:
+    opts = options(parameters, rule)
+    for kind in ("one-hot", "drawn"):
+        assert_equal_laws(joint_law(opts, 2, 4, kind), expected_law(opts, 2))
+
+
 @pytest.mark.parametrize("parameters", ["plain", "top_k", "all"])
 def test_joint_law_of_a_tree_is_the_targets(parameters: str) -> None:
     opts = options(parameters, "rejection")
