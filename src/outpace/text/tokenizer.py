@@ -252,8 +252,12 @@ class Tokenizer:
             "eos_token": self.token_text(self.eos_id),
             "pad_token": self.token_text(self.pad_id),
         }
-        (target / "tokenizer.json").write_text(self._parsing.to_str(), encoding="utf-8")
+        (target / "tokenizer.json").write_text(self.to_json(), encoding="utf-8")
         (target / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+    def to_json(self) -> str:
+        """The text of tokenizer.json."""
+        return str(self._parsing.to_str())
 
     def _checked(self, name: str, i: int | None) -> int | None:
         if i is not None and not 0 <= i < self.vocab_size:
