@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from .manage import Offline, size
+from .manage import Offline
 from .options import Quiet
 from .terminal import note
 
@@ -30,6 +30,7 @@ def quantize(
     from .. import hub
     from ..models.export import export_gguf
     from ..models.loading import load_model
+    from ..types import size
 
     loaded = load_model(hub.resolve(model, offline=offline, progress=not quiet))
     moving = not quiet and sys.stderr.isatty()
