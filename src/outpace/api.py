@@ -217,7 +217,7 @@ class LanguageModel:
         self.engine = Engine(
             Decoder(target, drafter, Controller(draft_tokens)),
             end_tokens=frozenset(ends),
-            known_tokens=tokenizer.vocab_size if tokenizer is not None else None,
+            known_tokens=tokenizer.known_tokens if tokenizer is not None else None,
         )
 
     def __repr__(self) -> str:

@@ -229,13 +229,18 @@ class Tokenizer:
         unused = self._types is not None and 0 <= token < len(self._types) and self._types[token] == UNUSED
         return name is None or unused or bool(PADDING_NAME.fullmatch(name))
 
-    def fingerprint(self) -> str:
-        """A hash of the id -> string map, padding at its end left out: equal for equal vocabularies."""
+    @property
+    def known_tokens(self) -> int:
+        """How many ids there are before the padding at the vocabulary's end."""
         size = self.vocab_size
         while size and self.is_padding(size - 1):
             size -= 1
+        return size
+
+    def fingerprint(self) -> str:
+        """A hash of the id -> string map, padding at its end left out: equal for equal vocabularies."""
         digest = hashlib.sha256()
-        for token in self._strings[:size]:
+        for token in self._strings[: self.known_tokens]:
             data = (token or "").encode()
             digest.update(len(data).to_bytes(4, "little") + data)
         return digest.hexdigest()
