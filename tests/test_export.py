@@ -1,4 +1,4 @@
-"""Models written as quantised GGUF: the file is the loaded model bit for bit, and other readers see the same numbers."""
+"""Models written as quantised GGUF: the file is the loaded model bit for bit, and other readers see its numbers."""
 
 from __future__ import annotations
 
