@@ -10,7 +10,7 @@ import pytest
 
 import tiny
 from outpace.backends.base import Backend, Rows
-from outpace.types import CapacityError, OutpaceError, RewindError, UsageError
+from outpace.types import CapacityError, ModelError, OutpaceError, RewindError, UsageError
 
 TOKENS = [3, 17, 66, 5, 5, 41, 0, 22, 9, 33, 58, 12, 7]
 FORMS = ("qwen3", "sliding", "moe", "moe_shared", "qwen2", "llama", "tied", "bias", "mlp_bias")
@@ -49,6 +49,16 @@ def fresh(backend: Backend, tokens: Sequence[int]) -> np.ndarray:
         return feed(backend, slot, tokens)
     finally:
         backend.free_slot(slot)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 1e7])
+def test_a_weight_that_has_no_8_bit_form_is_named(bad: float) -> None:
+    config, arrays = tiny.random_model("qwen3")
+    arrays["model.layers.1.mlp.up_proj.weight"][3, 4] = bad
+    for name, make in tiny.BACKENDS.items():
+        if name.endswith("int8"):
+            with pytest.raises(ModelError, match=r"tensor model\.layers\.1\.mlp\.up_proj\.weight: cannot quantise"):
+                make(config, arrays)
 
 
 # ------------------------------------------------------------------------------------------------ rows and company

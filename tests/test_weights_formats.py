@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from outpace.types import ModelError
-from outpace.weights.formats import KINDS, pack_q8, quantise_q8
+from outpace.weights.formats import KINDS, pack_q4, pack_q8, quantise_q4, quantise_q8
 from outpace.weights.tensor import Tensor
 
 BLOCK_KINDS = ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"]
@@ -141,12 +141,43 @@ def test_packed_q8_blocks_hold_the_same_values():
     assert same_bits(groups.f32(), want)
 
 
+@settings(max_examples=60, deadline=None)
+@given(weights())
+def test_quantise_q4_follows_its_rule_value_by_value(w):
+    groups = quantise_q4(w)
+    for o in range(w.shape[0]):
+        for g in range(w.shape[1] // 32):
+            part = w[o, 32 * g : 32 * g + 32]
+            largest = max(part, key=lambda v: abs(float(v)))  # the first of several
+            scale = float(np.float16(np.float32(largest) / np.float32(-8)))
+            assert float(groups.scale[o, g]) == scale
+            for i, v in enumerate(part):
+                want = 0 if scale == 0 else max(-8, min(7, round(float(np.float32(v) / np.float32(scale)))))
+                assert groups.q[o, 32 * g + i] == want
+
+
+def test_packed_q4_blocks_hold_the_same_values():
+    groups = quantise_q4(np.random.default_rng(0).normal(size=(5, 96)).astype(np.float32))
+    packed = pack_q4(groups)
+    assert np.array_equal(Tensor((5, 96), "Q4_0", packed).groups().q, groups.q)
+    want = gguf.quants.dequantize(packed.reshape(5, -1), gguf.GGMLQuantizationType.Q4_0)
+    assert same_bits(groups.f32(), want)
+
+
+def test_q4_is_about_as_near_as_the_gguf_package():
+    w = np.random.default_rng(1).normal(size=(64, 512)).astype(np.float32)
+    theirs = gguf.quants.quantize(w, gguf.GGMLQuantizationType.Q4_0)
+    theirs = gguf.quants.dequantize(theirs, gguf.GGMLQuantizationType.Q4_0)
+    assert np.square(quantise_q4(w).f32() - w).mean() < 1.01 * np.square(theirs - w).mean()
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 1e7])
 def test_quantising_refuses_what_has_no_scale(bad):
     w = np.ones((3, 64), np.float32)
     w[2, 40] = bad
-    with pytest.raises(ModelError, match="NaN, infinite or too large"):
-        quantise_q8(w)
+    for rule in (quantise_q8, quantise_q4):
+        with pytest.raises(ModelError, match="NaN, infinite or too large"):
+            rule(w)
 
 
 @pytest.mark.parametrize("shape", [(2, 33), (32,), (2, 0), (1, 2, 32)])

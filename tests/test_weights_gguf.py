@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from outpace.types import ModelError, UsageError
 from outpace.weights.formats import KINDS
-from outpace.weights.gguf import TENSOR_TYPES, GGUFFile, write_gguf
+from outpace.weights.gguf import TENSOR_TYPES, GGUFFile, Planned, gguf_size, write_gguf
 from outpace.weights.tensor import Tensor
 
 ALL = {"F32": 1, "F16": 1, "BF16": 1} | dict.fromkeys(["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"], 32)
@@ -303,14 +303,32 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
     path = tmp_path / "m.gguf"
     path.write_bytes(b"old")
 
-    class Failing(dict):
-        def values(self):
-            yield Tensor.from_array(np.ones(1000, np.float32))
-            raise OSError(28, "No space left on device")
+    def pieces(error):
+        yield np.zeros(1000, np.uint8)
+        if error is not None:
+            raise error
+
+    def planned(error):
+        return {"t": Planned((1000,), "F32", lambda: pieces(error))}
 
     with pytest.raises(ModelError, match=r"m\.gguf: cannot be written: No space left"):
-        write_gguf(path, {}, Failing(t=Tensor.from_array(np.ones(1000, np.float32))))
+        write_gguf(path, {}, planned(OSError(28, "No space left on device")))
+    with pytest.raises(ModelError, match="a damaged weight"):
+        write_gguf(path, {}, planned(ModelError("a damaged weight")))
+    with pytest.raises(UsageError, match="needs 4000 bytes, its pieces had 1000"):
+        write_gguf(path, {}, planned(None))
     assert path.read_bytes() == b"old"
     assert [p.name for p in tmp_path.iterdir()] == ["m.gguf"]
     with pytest.raises(ModelError, match="cannot be written"):
         write_gguf(tmp_path / "no" / "m.gguf", {}, {})
+
+
+def test_a_planned_tensor_is_written_piece_by_piece(tmp_path):
+    tensor = random_tensor("Q4_0", (6, 64))
+    pieces = [tensor.data[:36], tensor.data[36:]]
+    metadata, plan = {"text": "ab"}, {"p": Planned(tensor.shape, tensor.kind, lambda: pieces)}
+    write_gguf(tmp_path / "a.gguf", metadata, plan | {"v": Tensor.from_array(np.ones(3, np.float32))})
+    write_gguf(tmp_path / "b.gguf", metadata, {"p": tensor, "v": Tensor.from_array(np.ones(3, np.float32))})
+    assert (tmp_path / "a.gguf").read_bytes() == (tmp_path / "b.gguf").read_bytes()
+    write_gguf(tmp_path / "c.gguf", metadata, plan)
+    assert (tmp_path / "c.gguf").stat().st_size == gguf_size(metadata, plan)

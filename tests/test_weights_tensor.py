@@ -49,6 +49,13 @@ def test_select_takes_rows_undecoded(kind):
         assert np.array_equal(chosen.ints(), tensor.ints()[rows])
 
 
+def test_select_of_rows_in_a_row_copies_nothing():
+    tensor = random_tensor("Q4_0", (7, 64))
+    assert np.shares_memory(tensor.select(np.arange(2, 5)).data, tensor.data)
+    assert not np.shares_memory(tensor.select(np.array([2, 4, 3])).data, tensor.data)
+    assert np.array_equal(tensor.select(np.arange(2, 5)).f32(), tensor.f32()[2:5])
+
+
 def test_select_of_a_vector_and_of_no_rows():
     vector = Tensor.from_array(np.arange(5, dtype=np.float32))
     assert vector.select(np.array([4, 1])).f32().tolist() == [4, 1]

@@ -20,6 +20,7 @@ import numpy as np
 
 from . import hub
 from .backends.base import Backend
+from .backends.memory import check_fits
 from .backends.native import NativeBackend
 from .backends.reference import ReferenceBackend
 from .config import ModelConfig
@@ -98,7 +99,7 @@ def load(
     backend: "native", or "reference" for the slow NumPy oracle. offline, progress: as hub.resolve, for a model that is
     not on this machine yet. What is odd about a model but no error is a warning.
 
-    Raises UsageError, HubError or ModelError.
+    Raises UsageError, HubError, ModelError, or CapacityError when memory does not suffice.
     """
     if draft not in DRAFTERS:
         raise UsageError(f"draft must be one of {', '.join(DRAFTERS)}, got {draft!r}")
@@ -123,6 +124,7 @@ def load(
             return ReferenceBackend(
                 loaded.config, loaded.weights, precision=precision, slots=slots, positions=positions
             )
+        check_fits(loaded.path, loaded.config, loaded.weights, precision, positions)
         return NativeBackend(
             loaded.config, loaded.weights, precision=precision, slots=slots, positions=positions, threads=threads
         )
@@ -215,7 +217,7 @@ class LanguageModel:
         self.engine = Engine(
             Decoder(target, drafter, Controller(draft_tokens)),
             end_tokens=frozenset(ends),
-            known_tokens=tokenizer.vocab_size if tokenizer is not None else None,
+            known_tokens=tokenizer.known_tokens if tokenizer is not None else None,
         )
 
     def __repr__(self) -> str:

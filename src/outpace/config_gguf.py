@@ -1,4 +1,4 @@
-"""GGUF metadata as a ModelConfig (GGUF specification; keys `{architecture}.*` and `tokenizer.ggml.*`).
+"""GGUF metadata as a ModelConfig, and back (GGUF specification; keys `{architecture}.*`, `tokenizer.ggml.*`).
 
 Neighbours: config.py is the result and calls this; config_fields.py checks each value.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from .config import LAYER_TYPES, ModelConfig, RopeScaling
 from .config_fields import INT_RANGES, Reader, check_int, check_number, show
@@ -162,3 +164,65 @@ def _rope(read: Reader, positions: int) -> RopeScaling | None:
         beta_slow=read.number("rope.scaling.yarn_beta_slow", 1.0),
         attention_factor=None if scale == 1.0 else own * scale,
     )
+
+
+# ------------------------------------------------------------------------------------------------------- writing
+
+
+def to_gguf(config: ModelConfig) -> dict[str, Any]:
+    """The metadata that `from_gguf` and llama.cpp read this configuration from; token ids come with the tokenizer.
+
+    Biases, q/k norms, dense layers of a mixture, a tied head and llama3's frequency divisors follow from the tensors.
+    Raises ModelError for what GGUF has no key for.
+    """
+    name = {ours: theirs for theirs, ours in _ARCHITECTURES.items()}[config.architecture]
+    data: dict[str, Any] = {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        "rope.dimension_count": config.head_dim,
+        "rope.freq_base": float(config.rope_theta),
+        "vocab_size": config.vocab_size,
+    }
+    if config.num_experts:
+        data |= {
+            "expert_count": config.num_experts,
+            "expert_used_count": config.num_experts_used,
+            "expert_feed_forward_length": config.expert_ffn_size,
+            "expert_weights_norm": config.norm_topk_prob,
+        }
+        if config.shared_expert_ffn_size:
+            data["expert_shared_feed_forward_length"] = config.shared_expert_ffn_size
+        if config.expert_weights_scale != 1.0:
+            data["expert_weights_scale"] = float(config.expert_weights_scale)
+    windows = [config.window(layer) for layer in range(config.num_hidden_layers)]
+    if any(windows):
+        data["attention.sliding_window"] = config.sliding_window
+        data["attention.sliding_window_pattern"] = np.array([window is not None for window in windows])
+    data |= _rope_metadata(config.rope_scaling)
+    return {"general.architecture": name} | {f"{name}.{key}": value for key, value in data.items()}
+
+
+def _rope_metadata(scaling: RopeScaling | None) -> dict[str, Any]:
+    if scaling is None or scaling.kind not in ("linear", "yarn"):
+        return {}
+    data: dict[str, Any] = {"rope.scaling.type": scaling.kind, "rope.scaling.factor": float(scaling.factor)}
+    if scaling.kind == "linear":
+        return data
+    if not scaling.truncate or scaling.mscale or scaling.mscale_all_dim:
+        raise ModelError("GGUF cannot hold a YaRN scaling with mscale, mscale_all_dim or truncate = false")
+    data |= {
+        "rope.scaling.original_context_length": scaling.original_max_position_embeddings,
+        "rope.scaling.yarn_beta_fast": float(scaling.beta_fast),
+        "rope.scaling.yarn_beta_slow": float(scaling.beta_slow),
+    }
+    if scaling.attention_factor is not None:
+        own = 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
+        data["rope.scaling.yarn_attn_factor"] = scaling.attention_factor / own
+    return data

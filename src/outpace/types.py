@@ -415,3 +415,11 @@ def _number(value: object) -> float | None:
 def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def size(count: int) -> str:
+    """Bytes for people: 98362432 -> 98 MB."""
+    for unit, step in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= step:
+            return f"{count / step:.1f} {unit}" if count < 10 * step else f"{count / step:.0f} {unit}"
+    return f"{count} B"

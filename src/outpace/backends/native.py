@@ -190,7 +190,7 @@ class NativeBackend:
         else:
             groups = tensor.groups()
             if groups is None:
-                groups = quantise_weights(tensor.f32())
+                groups = quantise_weights(tensor.f32(), name)
             q, scale = np.ascontiguousarray(groups.q), np.ascontiguousarray(groups.scale)
             offset = None if groups.offset is None else np.ascontiguousarray(groups.offset)
             _guard(lambda: self._model.put_int8(name, q, scale, offset, shape[1]))

@@ -159,7 +159,7 @@ def take_weights(
             vectors[name] = tensor.f32()
         elif precision == "int8" and is_matrix(name, shape):
             groups = tensor.groups()
-            matrices[name] = GroupMatrix(quantise_weights(tensor.f32()) if groups is None else groups, shape[1])
+            matrices[name] = GroupMatrix(quantise_weights(tensor.f32(), name) if groups is None else groups, shape[1])
         else:
             matrices[name] = FloatMatrix(tensor.f32())
     return matrices, vectors

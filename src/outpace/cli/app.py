@@ -13,6 +13,7 @@ from .chat import chat
 from .command import command, say
 from .generate import generate
 from .manage import info, models, pull, rm
+from .quantize import quantize
 
 
 class PlainFlags:
@@ -58,7 +59,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _function in (generate, chat, pull, models, rm, info):
+for _function in (generate, chat, pull, models, rm, info, quantize):
     app.command(cls=Command)(command(_function))
 
 

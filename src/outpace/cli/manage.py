@@ -38,6 +38,7 @@ def pull(
 def models(*, as_json: AsJson = False) -> None:
     """Lists the models on this machine."""
     from .. import hub
+    from ..types import size
 
     found = hub.list_models()
     if as_json:
@@ -63,20 +64,28 @@ def rm(name: Annotated[str, typer.Argument(help="The name that `outpace models` 
 def info(
     model: Annotated[str, typer.Argument(help="A name, a folder or a .gguf file.")],
     *,
+    precision: Annotated[str, typer.Option(help="Tell the memory for this arithmetic: int8 or f32.")] = "int8",
+    context: Annotated[int | None, typer.Option(help="... and for this many tokens, prompt and answer.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Shows what a model is: architecture, parameters, kinds of tensors, sizes."""
+    """Shows what a model is: architecture, parameters, kinds of tensors, sizes, and what memory it needs."""
     from .. import hub
     from ..models.loading import load_model
+    from ..types import UsageError, size
 
+    if precision not in ("int8", "f32"):
+        raise UsageError(f"precision must be int8 or f32, got {precision!r}")
     loaded = load_model(hub.resolve(model, download=False))
-    facts = describe(loaded)
+    if context is not None and not 1 <= context <= loaded.config.max_position_embeddings:
+        raise UsageError(f"context must be in 1 .. {loaded.config.max_position_embeddings}, got {context}")
+    facts = describe(loaded) | {"memory": memory(loaded, precision, context)}
     if as_json:
         show(json.dumps(facts, indent=2) + "\n")
         return
     shown = {("size" if name == "bytes" else name): value for name, value in facts.items()}
     shown["size"] = size(facts["bytes"])
     shown["tensors"] = ", ".join(f"{kind} x{count}" for kind, count in facts["tensors"].items())
+    shown["memory"] = memory_line(facts["memory"])
     width = max(map(len, shown))
     for name, value in shown.items():
         show(f"{name.ljust(width)}  {value}\n")
@@ -113,9 +122,32 @@ def describe(loaded: LoadedModel) -> dict[str, Any]:
     return facts
 
 
-def size(count: int) -> str:
-    """Bytes for people: 98362432 -> 98 MB."""
-    for unit, step in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= step:
-            return f"{count / step:.1f} {unit}" if count < 10 * step else f"{count / step:.0f} {unit}"
-    return f"{count} B"
+def memory(loaded: LoadedModel, precision: str, context: int | None) -> dict[str, Any]:
+    """What the loaded model will hold, in bytes, and whether this machine has it (None: not known)."""
+    from ..backends.memory import available_memory, estimate
+
+    need, available = estimate(loaded.config, loaded.weights, precision, context), available_memory()
+    return {
+        "precision": precision,
+        "context": need.context,
+        "weights": need.weights,
+        "cache_per_token": need.cache_per_token,
+        "cache": need.cache,
+        "activations": need.activations,
+        "total": need.total,
+        "available": available,
+        "fits": None if available is None else need.total <= available,
+    }
+
+
+def memory_line(need: dict[str, Any]) -> str:
+    """The same for people."""
+    from ..types import size
+
+    fits = {None: "", True: ", fits", False: f": {size(need['total'] - (need['available'] or 0))} are missing"}
+    available = "" if need["available"] is None else f"; {size(need['available'])} are available"
+    return (
+        f"{size(need['total'])} in {need['precision']}: weights {size(need['weights'])}, cache {size(need['cache'])} "
+        f"for {need['context']} tokens ({size(need['cache_per_token'])} each), a pass {size(need['activations'])}"
+        f"{available}{fits[need['fits']]}"
+    )

@@ -16,12 +16,13 @@ from typing import Any, Literal
 import numpy as np
 
 from ..config import ModelConfig, RopeScaling
-from ..types import I64, ModelError, UsageError
+from ..types import ModelError, UsageError
 from ..weights.gguf import GGUFFile
 from ..weights.safetensors import read_safetensors
 from ..weights.tensor import Tensor
 from ..weights.weight_map import WeightMap
-from .names import EMBEDDING, FINAL_NORM, HEAD, expected_tensors
+from .gguf_names import BLOCK, EXPERTS, ROPE_FACTORS, TOP, half_split_order
+from .names import EMBEDDING, HEAD, expected_tensors
 
 _SHOWN = 8  # names in an error message
 
@@ -142,28 +143,7 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 # ------------------------------------------------------------------------------------------------------------- GGUF
 
-_GGUF_TOP = {"token_embd.weight": EMBEDDING, "output_norm.weight": FINAL_NORM, "output.weight": HEAD}
-_GGUF_BLOCK = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-    "ffn_up_shexp": "mlp.shared_expert.up_proj",
-    "ffn_down_shexp": "mlp.shared_expert.down_proj",
-    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-}
-_GGUF_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 _GGUF_NAME = re.compile(r"blk\.(\d{1,4})\.(\w+)\.(weight|bias)")
-_ROPE_FACTORS = "rope_freqs.weight"
 
 
 def _load_gguf(path: Path) -> LoadedModel:
@@ -173,8 +153,8 @@ def _load_gguf(path: Path) -> LoadedModel:
     tensors = dict(file.tensors)
     try:
         config = ModelConfig.from_gguf(file.metadata, {name: tensor.shape for name, tensor in tensors.items()})
-        if _ROPE_FACTORS in tensors:
-            config = _with_rope_factors(config, tensors.pop(_ROPE_FACTORS))
+        if ROPE_FACTORS in tensors:
+            config = _with_rope_factors(config, tensors.pop(ROPE_FACTORS))
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from None
     named: dict[str, Tensor] = {}
@@ -190,9 +170,9 @@ def _load_gguf(path: Path) -> LoadedModel:
 def _with_rope_factors(config: ModelConfig, tensor: Tensor) -> ModelConfig:
     """Llama 3's scaling, which GGUF stores as one divisor for each frequency."""
     if config.rope_scaling is not None:
-        raise ModelError(f"{_ROPE_FACTORS} together with {config.rope_scaling.kind} scaling is not supported")
+        raise ModelError(f"{ROPE_FACTORS} together with {config.rope_scaling.kind} scaling is not supported")
     if tensor.shape != (config.head_dim // 2,):
-        raise ModelError(f"{_ROPE_FACTORS} must have shape {[config.head_dim // 2]}, got {list(tensor.shape)}")
+        raise ModelError(f"{ROPE_FACTORS} must have shape {[config.head_dim // 2]}, got {list(tensor.shape)}")
     factors = tuple(float(factor) for factor in tensor.f32())
     return replace(config, rope_scaling=RopeScaling(kind="factors", factors=factors))
 
@@ -201,15 +181,15 @@ def _canonical(config: ModelConfig, name: str, tensor: Tensor) -> Iterator[tuple
     """The tensor under its canonical name, or its parts. Names that are not known stay, for check_tensors to report."""
     match = _GGUF_NAME.fullmatch(name)
     if match is None:
-        yield _GGUF_TOP.get(name, name), tensor
+        yield TOP.get(name, name), tensor
         return
     layer, part, kind = match.groups()
     prefix = f"model.layers.{int(layer)}."
-    if part in _GGUF_EXPERTS and kind == "weight" and len(tensor.shape) == 3:
+    if part in EXPERTS and kind == "weight" and len(tensor.shape) == 3:
         for expert, matrix in enumerate(tensor.unstack()):
-            yield f"{prefix}mlp.experts.{expert}.{_GGUF_EXPERTS[part]}.weight", matrix
+            yield f"{prefix}mlp.experts.{expert}.{EXPERTS[part]}.weight", matrix
         return
-    if part not in _GGUF_BLOCK:
+    if part not in BLOCK:
         yield name, tensor
         return
     if part == "ffn_gate_inp_shexp" and tensor.shape == (config.hidden_size,):
@@ -217,12 +197,5 @@ def _canonical(config: ModelConfig, name: str, tensor: Tensor) -> Iterator[tuple
     if config.architecture == "llama" and part in ("attn_q", "attn_k"):
         heads = config.num_attention_heads if part == "attn_q" else config.num_key_value_heads
         if tensor.shape[0] == heads * config.head_dim:
-            tensor = tensor.select(_half_split_order(heads, config.head_dim))
-    yield f"{prefix}{_GGUF_BLOCK[part]}.{kind}", tensor
-
-
-def _half_split_order(heads: int, head_dim: int) -> I64:
-    """Rows in the half-split rotary order, taken from llama.cpp's interleaved one: its rows 2i and 2i + 1 of a head
-    are the pair i and i + head_dim / 2."""
-    rows = np.arange(heads * head_dim, dtype=np.int64).reshape(heads, head_dim // 2, 2)
-    return rows.transpose(0, 2, 1).reshape(-1)
+            tensor = tensor.select(half_split_order(heads, config.head_dim))
+    yield f"{prefix}{BLOCK[part]}.{kind}", tensor

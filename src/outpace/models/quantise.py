@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..types import F32
+from ..types import F32, ModelError
+from ..weights.formats import quantise_q8
 from ..weights.tensor import Groups
 
 GROUP = 32
@@ -30,13 +31,17 @@ def quantise_activations(x: F32) -> tuple[F32, F32]:
     return np.rint(groups * inverse[..., None]), amax / np.float32(127)
 
 
-def quantise_weights(weight: F32) -> Groups:
-    """Rounds a float32 matrix [out, in] to int8 groups by the same rule; for kinds that have no exact group form.
+def quantise_weights(weight: F32, name: str = "without a name") -> Groups:
+    """Rounds a float32 matrix [out, in] to int8 groups, for kinds that have no exact group form: to the values that
+    a Q8_0 file of it holds (quantise_q8), so that a model and its quantised file give the same bits.
 
-    The result's width is filled up with zeros to a multiple of 32.
+    The result's width is filled up with zeros to a multiple of 32. Raises ModelError, naming the tensor, for a weight
+    that is not finite or too large for a float16 scale.
     """
-    q, scale = quantise_activations(weight)
-    return Groups(q.astype(np.int8).reshape(len(weight), -1), scale, None)
+    try:
+        return quantise_q8(_grouped(weight).reshape(len(weight), -1))
+    except ModelError as error:
+        raise ModelError(f"tensor {name}: {error}") from None
 
 
 class FloatMatrix:

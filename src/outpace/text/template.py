@@ -98,6 +98,11 @@ class ChatTemplate:
         """The text of the default template."""
         return self._sources.get("default") or next(iter(self._sources.values()))
 
+    @property
+    def sources(self) -> dict[str, str]:
+        """The texts of all templates by their names."""
+        return dict(self._sources)
+
     def mentions(self, variable: str) -> bool:
         """Whether a template holds the name of this variable, such as enable_thinking."""
         return any(variable in text for text in self._sources.values())

@@ -229,13 +229,18 @@ class Tokenizer:
         unused = self._types is not None and 0 <= token < len(self._types) and self._types[token] == UNUSED
         return name is None or unused or bool(PADDING_NAME.fullmatch(name))
 
-    def fingerprint(self) -> str:
-        """A hash of the id -> string map, padding at its end left out: equal for equal vocabularies."""
+    @property
+    def known_tokens(self) -> int:
+        """How many ids there are before the padding at the vocabulary's end."""
         size = self.vocab_size
         while size and self.is_padding(size - 1):
             size -= 1
+        return size
+
+    def fingerprint(self) -> str:
+        """A hash of the id -> string map, padding at its end left out: equal for equal vocabularies."""
         digest = hashlib.sha256()
-        for token in self._strings[:size]:
+        for token in self._strings[: self.known_tokens]:
             data = (token or "").encode()
             digest.update(len(data).to_bytes(4, "little") + data)
         return digest.hexdigest()
@@ -252,8 +257,12 @@ class Tokenizer:
             "eos_token": self.token_text(self.eos_id),
             "pad_token": self.token_text(self.pad_id),
         }
-        (target / "tokenizer.json").write_text(self._parsing.to_str(), encoding="utf-8")
+        (target / "tokenizer.json").write_text(self.to_json(), encoding="utf-8")
         (target / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+    def to_json(self) -> str:
+        """The text of tokenizer.json."""
+        return str(self._parsing.to_str())
 
     def _checked(self, name: str, i: int | None) -> int | None:
         if i is not None and not 0 <= i < self.vocab_size:

@@ -55,11 +55,11 @@ def build_bpe(metadata: Mapping[str, Any]) -> tuple[Tokenizer, list[int]]:
         raise ModelError(f"tokenizer.ggml.tokens: token {ids['']} is empty")
 
     pre = metadata.get("tokenizer.ggml.pre")
-    normalizer, splitter = _pre_tokenizer(pre)
+    normalizer, splitter, ignore_merges = splitters(pre)
     bpe = models.BPE(
         vocab=ids,
         merges=[_merge(ids, i, merge) for i, merge in enumerate(merges)],
-        ignore_merges=pre in ("llama-bpe", "llama3"),
+        ignore_merges=ignore_merges,
     )
     tokenizer = Tokenizer(bpe)
     if normalizer is not None:
@@ -74,8 +74,9 @@ def build_bpe(metadata: Mapping[str, Any]) -> tuple[Tokenizer, list[int]]:
     return tokenizer, types
 
 
-def _pre_tokenizer(pre: object) -> tuple[Any, Any]:
-    """The (normalizer or None, pre-tokenizer) that `tokenizer.ggml.pre` names."""
+def splitters(pre: object) -> tuple[Any, Any, bool]:
+    """What `tokenizer.ggml.pre` names: the normalizer or None, the pre-tokenizer, and whether a word that is a token
+    is taken without asking the merges. Raises ModelError for an unknown name."""
     words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)  # GPT-2's own pattern
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 
@@ -84,15 +85,15 @@ def _pre_tokenizer(pre: object) -> tuple[Any, Any]:
 
     match pre:
         case "smollm":
-            return None, pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), words])
+            return None, pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), words]), False
         case "qwen2":
-            return normalizers.NFC(), pre_tokenizers.Sequence([split(QWEN2), to_bytes])
+            return normalizers.NFC(), pre_tokenizers.Sequence([split(QWEN2), to_bytes]), False
         case "qwen35":
-            return normalizers.NFC(), pre_tokenizers.Sequence([split(QWEN35), to_bytes])
+            return normalizers.NFC(), pre_tokenizers.Sequence([split(QWEN35), to_bytes]), False
         case "llama-bpe" | "llama3":
-            return None, pre_tokenizers.Sequence([split(LLAMA3), to_bytes])
+            return None, pre_tokenizers.Sequence([split(LLAMA3), to_bytes]), True
         case "gpt-2" | "default":
-            return None, words
+            return None, words, False
     raise ModelError(f"tokenizer.ggml.pre is {pre!r}; supported: {', '.join(PRE_TOKENIZERS)}")
 
 

@@ -240,6 +240,27 @@ def quantise_q8(weights: F32) -> Groups:
     the nearest integer, halves to even, clipped to -127..127. A group whose scale rounds to zero becomes zeros.
     Raises ModelError when `in` is not a multiple of 32, or a weight is not finite or too large for a float16 scale.
     """
+    return _quantise(weights, -127, 127, lambda groups: np.abs(groups).max(axis=2) / np.float32(127))
+
+
+def quantise_q4(weights: F32) -> Groups:
+    """Rounds float32 [out, in] to the values that a Q4_0 block can hold.
+
+    For each group of 32: scale = m / -8 rounded to float16, where m is the weight of largest size with its sign (the
+    first of several), so that it falls on the one end that has eight steps; q = w / scale rounded to the nearest
+    integer, halves to even, clipped to -8..7. A group whose scale rounds to zero becomes zeros. Raises as quantise_q8.
+    """
+
+    def scales(groups: F32) -> F32:
+        largest = np.abs(groups).argmax(axis=2)[..., None]
+        scale: F32 = np.take_along_axis(groups, largest, axis=2)[..., 0] / np.float32(-8)
+        return scale
+
+    return _quantise(weights, -8, 7, scales)
+
+
+def _quantise(weights: F32, low: int, high: int, scales: Callable[[F32], F32]) -> Groups:
+    """scales: float32 [n, g, 32] -> [n, g], before they are rounded to float16."""
     if weights.ndim != 2 or weights.shape[1] % GROUP or not weights.shape[1]:
         raise ModelError(
             f"cannot quantise shape {list(weights.shape)}: it must be [out, in] with in a multiple of {GROUP}"
@@ -251,16 +272,26 @@ def quantise_q8(weights: F32) -> Groups:
     with np.errstate(all="ignore"):
         for at in range(0, out, step):
             groups = weights[at : at + step].astype(np.float32, copy=False).reshape(-1, width // GROUP, GROUP)
-            part = (np.abs(groups).max(axis=2) / np.float32(127)).astype(np.float16).astype(np.float32)
+            part = scales(groups).astype(np.float16).astype(np.float32)
             if not np.isfinite(part).all():
                 raise ModelError("cannot quantise: a weight is NaN, infinite or too large for a float16 scale")
-            divisor = np.where(part > 0, part, np.float32(np.inf))[..., None]
-            q[at : at + step] = np.clip(np.rint(groups / divisor), -127, 127).reshape(-1, width)
+            divisor = np.where(part != 0, part, np.float32(np.inf))[..., None]
+            q[at : at + step] = np.clip(np.rint(groups / divisor), low, high).reshape(-1, width)
             scale[at : at + step] = part
     return Groups(q, scale, None)
 
 
 def pack_q8(groups: Groups) -> U8:
     """The bytes of quantise_q8's result as Q8_0 blocks, uint8 [out * in / 32 * 34]: float16 scale, then 32 int8."""
+    return _blocks(groups, groups.q.reshape(-1, GROUP).view(np.uint8))
+
+
+def pack_q4(groups: Groups) -> U8:
+    """The bytes of quantise_q4's result as Q4_0 blocks, uint8 [out * in / 32 * 18]: float16 scale, then 16 bytes."""
+    raised = (groups.q.reshape(-1, GROUP) + np.int8(8)).view(np.uint8)
+    return _blocks(groups, raised[:, :16] | raised[:, 16:] << np.uint8(4))
+
+
+def _blocks(groups: Groups, weights: U8) -> U8:
     scale = groups.scale.reshape(-1, 1).astype("<f2").view(np.uint8)
-    return np.concatenate([scale, groups.q.reshape(-1, GROUP).view(np.uint8)], axis=1).reshape(-1)
+    return np.concatenate([scale, weights], axis=1).reshape(-1)

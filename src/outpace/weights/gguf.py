@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -293,14 +293,59 @@ def _align(at: int, alignment: int) -> int:
 # ------------------------------------------------------------------------------------------------------- writing
 
 
-def write_gguf(path: str | Path, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Writes a version 3 file: all of it, or nothing.
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A tensor to be written whose bytes are made only when their turn comes.
+
+    shape: in PyTorch order. kind: one of TYPE_IDS. pieces: makes the tensor's bytes, in order, uint8 [any length] each.
+    """
+
+    shape: tuple[int, ...]
+    kind: str
+    pieces: Callable[[], Iterable[NDArray[np.uint8]]]
+
+    @property
+    def nbytes(self) -> int:
+        return byte_size(self.kind, self.shape)
+
+
+def write_gguf(path: str | Path, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor | Planned]) -> None:
+    """Writes a version 3 file: all of it, or nothing. Never holds more than one piece of a planned tensor.
 
     metadata: bool, int (as uint32, int32, uint64 or int64: the first that holds it), float (as float32, which readers
     expect), str, a sequence of strings, numpy scalars and 1-D arrays (as their dtype). Raises UsageError for a value
     or a tensor that GGUF cannot hold, ModelError when the file cannot be written.
     """
     path = Path(path)
+    planned = {name: t if isinstance(t, Planned) else _whole(name, t) for name, t in tensors.items()}
+    header, alignment = _header(metadata, planned)
+    with replacing(path) as file:
+        file.write(header)
+        for name, tensor in planned.items():
+            written = 0
+            for piece in tensor.pieces():
+                written += file.write(np.ascontiguousarray(piece).data)
+            if written != tensor.nbytes:
+                raise UsageError(
+                    f"tensor {name!r}: {tensor.kind} needs {tensor.nbytes} bytes, its pieces had {written}"
+                )
+            file.write(bytes(_align(written, alignment) - written))
+
+
+def gguf_size(metadata: Mapping[str, Any], tensors: Mapping[str, Planned]) -> int:
+    """Bytes of the file that write_gguf would write. Raises UsageError as it does."""
+    header, alignment = _header(metadata, tensors)
+    return len(header) + sum(_align(tensor.nbytes, alignment) for tensor in tensors.values())
+
+
+def _whole(name: str, tensor: Tensor) -> Planned:
+    if tensor.block_scale is not None:
+        raise UsageError(f"tensor {name!r}: GGUF cannot hold {tensor.kind} with block scales")
+    return Planned(tensor.shape, tensor.kind, lambda: [tensor.data])
+
+
+def _header(metadata: Mapping[str, Any], tensors: Mapping[str, Planned]) -> tuple[bytes, int]:
+    """Everything before the tensors' bytes, and the alignment."""
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
         raise UsageError(f"general.alignment must be a power of two, got {alignment!r}")
@@ -309,17 +354,12 @@ def write_gguf(path: str | Path, metadata: Mapping[str, Any], tensors: Mapping[s
         header += _string(key) + _value(key, value)
     offset = 0
     for name, tensor in tensors.items():
-        if tensor.kind not in TYPE_IDS or tensor.block_scale is not None or len(tensor.shape) > MAX_DIMS:
+        if tensor.kind not in TYPE_IDS or len(tensor.shape) > MAX_DIMS:
             raise UsageError(f"tensor {name!r}: GGUF cannot hold {tensor.kind} of shape {list(tensor.shape)}")
         dims = tensor.shape[::-1]
         header += _string(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, TYPE_IDS[tensor.kind], offset)
-        offset = _align(offset + tensor.data.nbytes, alignment)
-    header += bytes(_align(len(header), alignment) - len(header))
-    with replacing(path) as file:
-        file.write(header)
-        for tensor in tensors.values():
-            file.write(np.ascontiguousarray(tensor.data).data)
-            file.write(bytes(_align(tensor.data.nbytes, alignment) - tensor.data.nbytes))
+        offset = _align(offset + tensor.nbytes, alignment)
+    return bytes(header) + bytes(_align(len(header), alignment) - len(header)), alignment
 
 
 def _string(text: str) -> bytes:

@@ -142,7 +142,10 @@ class Tensor:
         )
 
     def select(self, rows: I64) -> Tensor:
-        """The rows (first axis) in this order, without decoding them. Raises UsageError for a row out of range."""
+        """The rows (first axis) in this order, without decoding them; rows that follow each other are not copied.
+
+        Raises UsageError for a row out of range.
+        """
         if not self.shape or (len(self.shape) == 1 and self._form.block > 1):
             raise UsageError(f"cannot take single rows of {self.kind} of shape {list(self.shape)}")
         count = self.shape[0]
@@ -155,7 +158,9 @@ class Tensor:
                 scale = scale.select(rows)
             else:  # selected rows may come from any block: each gets scales of its own
                 scale = Tensor.from_array(_grid(scale)[rows // _spans(self.shape, scale.shape)[0]])
-        data = self.data.reshape(count, row_bytes)[rows].reshape(-1)
+        run = len(rows) > 0 and bool((np.diff(rows) == 1).all())
+        chosen = slice(int(rows[0]), int(rows[-1]) + 1) if run else rows
+        data = self.data.reshape(count, row_bytes)[chosen].reshape(-1)
         return Tensor((len(rows), *self.shape[1:]), self.kind, data, scale)
 
     def unstack(self) -> list[Tensor]:

@@ -85,6 +85,10 @@ class WeightMap:
     def keys(self) -> list[str]:
         return list(self._tensors)
 
+    def kind(self, name: str) -> str:
+        """The kind of a tensor that stays in the map. Raises KeyError when there is none of that name."""
+        return self._tensors[name].kind
+
     def kinds(self) -> Counter[str]:
         """How many tensors there are of each kind (Q4_1, BF16, ...)."""
         return Counter(tensor.kind for tensor in self._tensors.values())

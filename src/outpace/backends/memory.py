@@ -1,0 +1,187 @@
+"""What a model will need of the machine's memory, told before it is loaded.
+
+Neighbours: native.py's own figures (`NativeBackend.memory`) are what this foretells, by the layouts that csrc/matrix.h
+and csrc/cache.h describe. The available memory is Linux's estimate, cut by control groups (cgroup v2 or v1).
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..config import ModelConfig
+from ..models.names import EMBEDDING, HEAD, expected_tensors, is_matrix
+from ..types import CapacityError, size
+from ..weights.weight_map import WeightMap
+
+OUTS, GROUP, BLOCK = 16, 32, 64  # outputs of a block, weights of a group, positions of a cache block
+ROWS = 512  # of a pass over a long prompt
+LEAST_CONTEXT = 2048  # tokens of cache that must fit, when nothing is said about the context
+_FOUR_BITS = ("Q4_0", "Q4_1", "Q4_K")
+_OFFSETS = ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
+_WIDE_SCALES = ("Q4_K", "Q5_K")  # products of two numbers, which no float16 holds
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes. precision: "int8" or "f32". cache: of one sequence of `context` tokens. activations: roughly."""
+
+    precision: str
+    context: int
+    weights: int
+    cache_per_token: int
+    cache: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.cache + self.activations
+
+
+def estimate(config: ModelConfig, weights: WeightMap, precision: str, context: int | None = None) -> Memory:
+    """What the native backend will need for these tensors, none of which is decoded or taken.
+
+    context: tokens of one sequence, prompt and answer; the model's own limit by default.
+    """
+    return _estimate(config, {name: weights.kind(name) for name in weights}, precision, context)
+
+
+def _estimate(config: ModelConfig, kinds: dict[str, str], precision: str, context: int | None) -> Memory:
+    held = 0
+    for name, shape in expected_tensors(config).items():
+        if len(shape) == 1:
+            held += 4 * shape[0]
+        elif precision == "f32" or not is_matrix(name, shape):
+            held += 4 * _ceil(shape[0], OUTS) * shape[1]
+        else:
+            held += _group_bytes(kinds.get(name, "F32"), *shape)
+    context = config.max_position_embeddings if context is None else context
+    padded = _ceil(config.head_dim, 16)
+    per_token = 4 * config.num_hidden_layers * config.num_key_value_heads * (config.head_dim + padded)
+    return Memory(precision, context, held, per_token, per_token * _ceil(context, BLOCK), _activations(config, context))
+
+
+def _group_bytes(kind: str, out: int, width: int) -> int:
+    """A matrix in groups: blocks of 16 outputs, each with its scales, offsets and weights."""
+    groups = _ceil(width, GROUP) // GROUP
+    scales = _ceil(groups * OUTS * (4 if kind in _WIDE_SCALES else 2), 64) * (2 if kind in _OFFSETS else 1)
+    bits = 4 if kind in _FOUR_BITS else 8
+    return (scales + groups * GROUP * OUTS * bits // 8) * (_ceil(out, OUTS) // OUTS)
+
+
+def _activations(config: ModelConfig, context: int) -> int:
+    """The buffers of a long prompt's pass, and logits of the rows that a round verifies."""
+    inner = max(config.intermediate_size, config.shared_expert_ffn_size)
+    floats = 4 * config.hidden_size + 2 * config.q_proj_dim() + 2 * config.kv_proj_dim() + 2 * inner
+    if config.num_experts:
+        floats += config.num_experts_used * 2 * (config.hidden_size + config.expert_ffn_size)
+    rounded = (config.hidden_size + config.q_proj_dim() + inner) // 2  # bytes and scales, in floats
+    return 4 * (min(ROWS, context) * (floats + rounded) + 2 * 17 * config.vocab_size)
+
+
+def _ceil(value: int, step: int) -> int:
+    return -(-value // step) * step
+
+
+# ------------------------------------------------------------------------------------------------------ the machine
+
+
+def available_memory() -> int | None:
+    """Bytes that this process may still take: what the system has to give, cut by its control groups; None where
+    neither can be read."""
+    found = [free for free in (_system(), *_groups()) if free is not None]
+    return max(0, min(found)) if found else None
+
+
+def _system() -> int | None:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # no such estimate: what the machine has
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+def _groups(root: Path = Path("/sys/fs/cgroup"), of: Path = Path("/proc/self/cgroup")) -> list[int]:
+    """What the process's control groups, and those around them, leave it. Pages of files can be given back."""
+    try:
+        lines = of.read_text().splitlines()
+    except OSError:
+        return []
+    left = []
+    for line in lines:
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        base = root / "memory" if controllers else root
+        limit, used, cached = (
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            if controllers
+            else ("memory.max", "memory.current", "inactive_file")
+        )
+        group = base / path.strip("/")
+        # Inside a container the path may be the host's: then the limits lie at the root.
+        for folder in {base, group, *(parent for parent in group.parents if parent.is_relative_to(base))}:
+            try:
+                most = int((folder / limit).read_text())
+                now = int((folder / used).read_text())
+            except (OSError, ValueError):  # no such group, or "max"
+                continue
+            left.append(most - now + _field(folder / "memory.stat", cached))
+    return left
+
+
+def _field(file: Path, name: str) -> int:
+    try:
+        return next(int(line.split()[1]) for line in file.read_text().splitlines() if line.split()[:1] == [name])
+    except (OSError, ValueError, IndexError, StopIteration):
+        return 0
+
+
+# ------------------------------------------------------------------------------------------------------- refusing
+
+
+def check_fits(where: object, config: ModelConfig, weights: WeightMap, precision: str, context: int | None) -> None:
+    """Raises CapacityError, saying how much is missing and what would fit, when weights and cache cannot be held.
+
+    context: tokens that must fit; None: LEAST_CONTEXT of them, or the model's own limit where that is less.
+    where: the model's name in the message. Where the available memory is unknown nothing is checked.
+    """
+    available = available_memory()
+    if available is None:
+        return
+    least = min(LEAST_CONTEXT, config.max_position_embeddings) if context is None else context
+    kinds = {name: weights.kind(name) for name in weights}
+    need = _estimate(config, kinds, precision, least)
+    if need.total <= available:
+        return
+    raise CapacityError(
+        f"{where} needs {size(need.total)} of memory (weights {size(need.weights)} in {precision}, cache "
+        f"{size(need.cache)} for {least} tokens, the rest for a pass), {size(available)} are available: "
+        f"{size(need.total - available)} are missing; {_what_fits(config, kinds, precision, least, available)}"
+    )
+
+
+def _what_fits(config: ModelConfig, kinds: dict[str, str], precision: str, context: int, available: int) -> str:
+    four_bits = {name: "Q8_0" if name in (EMBEDDING, HEAD) else "Q4_0" for name in expected_tensors(config)}
+    for what, to, how in (
+        (kinds, precision, ""),
+        (kinds, "int8", "--precision int8"),
+        (four_bits, "int8", "the model as a 4-bit file (outpace quantize --to q4)"),
+    ):
+        if how and to == precision and what is kinds:
+            continue
+        # Halve the context until it fits; a very short one is not worth the offer.
+        for tokens in (context >> shift for shift in range(0 if how else 1, 20)):
+            if tokens < min(context, BLOCK):
+                break
+            if _estimate(config, what, to, tokens).total <= available:
+                shorter = "" if tokens == context else f"--context {tokens}"
+                return " with ".join(filter(None, (how, shorter))) + " would fit"
+    return "it does not fit in 4 bits either: use a smaller model"
