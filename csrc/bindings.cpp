@@ -249,6 +249,7 @@ NB_MODULE(_native, m) {
              },
              "name"_a, "vector"_a.noconvert())
         .def("ready", &Model::ready)
+        .def("forget", &Model::forget)
         .def("forward", &forward, "slots"_a, "counts"_a, "tokens"_a.noconvert(), "parents"_a.noconvert(),
              "wanted"_a.noconvert(), "logits"_a.noconvert(), "taps"_a, "tapped"_a.noconvert())
         .def("new_slot", &Model::open, Unlocked())

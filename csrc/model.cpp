@@ -119,6 +119,15 @@ Model::Mlp Model::mlp(const std::string& prefix, int inner) {
             linear(prefix + "down_proj", hidden, inner), inner};
 }
 
+void Model::forget() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (ready_) refuse("the model is complete");
+    matrices_.clear();
+    vectors_.clear();
+    layers_.clear();
+    placed_ = 0;
+}
+
 void Model::ready() {
     std::lock_guard<std::mutex> lock(mutex_);
     const Config& c = config_;

@@ -50,6 +50,7 @@ class Model {
     // A packed matrix whose bytes outlive the model (matrix.h, `place`).
     void put_packed(const std::string& name, const Matrix& like, const uint8_t* data, size_t bytes);
     void ready();
+    void forget();  // all weights that were given before `ready`
     // The weights as they are held, to be kept in a file.
     const std::map<std::string, Matrix>& matrices() const { return matrices_; }
     const std::map<std::string, std::vector<float>>& vectors() const { return vectors_; }

@@ -76,6 +76,9 @@ class Model:
         """All weights as they are held: name, form (empty for a vector), bytes (a view that keeps the model alive)."""
 
     def put_vector(self, name: str, vector: F32) -> None: ...
+    def forget(self) -> None:
+        """Lets go of all weights that were given, while the model is not ready."""
+
     def ready(self) -> None:
         """Checks that the weights are complete; forward works from here on."""
 
