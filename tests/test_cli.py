@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 import outpace
 import tiny_folder
 from outpace import api
-from outpace.cli import app
+from outpace.cli import build
 from outpace.types import SampleOpts, UsageError
 
 HEAVY = ("numpy", "tokenizers", "jinja2", "huggingface_hub", "outpace.api")
@@ -38,7 +38,7 @@ def _reference(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def run(*args: str | Path, stdin: str | bytes | None = None) -> Result:
-    return CliRunner().invoke(app, [str(a) for a in args], input=stdin)
+    return CliRunner().invoke(build(), [str(a) for a in args], input=stdin)
 
 
 def generate(folder: Path, *args: str, stdin: str | bytes | None = None) -> dict[str, Any]:
@@ -356,9 +356,9 @@ def process(*args: str, **more: Any) -> subprocess.CompletedProcess[str]:
 def test_help_and_version_load_nothing_heavy() -> None:
     code = f"""
 import sys
-from outpace.cli import app
+from outpace.cli import build
 try:
-    app(["--help"])
+    build()(["--help"])
 except SystemExit as end:
     assert end.code == 0
 loaded = [name for name in {HEAVY!r} if name in sys.modules]

@@ -98,8 +98,8 @@ def load(
     draft="draft_model"). draft_tokens: always draft this many (0 .. 15) instead of deciding by evidence.
     context: tokens a request may hold, prompt and answer; the model's own limit by default. slots: requests at once.
     backend: "native", or "reference" for the slow NumPy oracle. cache: keep the weights as the kernels read them on the
-    disk (beside the models, hub.home), so that the next load only maps them; the results are the same. offline, progress: as hub.resolve, for a model that is
-    not on this machine yet. What is odd about a model but no error is a warning.
+    disk (hub.relaid), so that the next load only maps them; the results are the same. offline, progress: as
+    hub.resolve, for a model that is not on this machine yet. What is odd about a model but no error is a warning.
 
     Raises UsageError, HubError or ModelError.
     """

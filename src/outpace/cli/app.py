@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 import typer
@@ -13,6 +14,7 @@ from .chat import chat
 from .command import command, say
 from .generate import generate
 from .manage import info, models, pull, rm
+from .quick import PlainValues, leave, prepare
 
 
 class PlainFlags:
@@ -23,6 +25,7 @@ class PlainFlags:
         for param in params:
             if getattr(param, "is_flag", False):
                 param.metavar = ""
+            PlainValues.install(param)
         return params
 
 
@@ -50,16 +53,23 @@ class Commands(PlainFlags, TyperGroup):
             sys.exit(2)
 
 
-app = typer.Typer(
-    cls=Commands,
-    help="The same words, faster: lossless speculative decoding on your own machine.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-for _function in (generate, chat, pull, models, rm, info):
-    app.command(cls=Command)(command(_function))
+COMMANDS = {function.__name__: function for function in (generate, chat, pull, models, rm, info)}
+
+
+def build(names: Iterable[str] = COMMANDS) -> typer.Typer:
+    """The command line with these commands: to run one, the others need not be put together."""
+    app = typer.Typer(
+        cls=Commands,
+        help="The same words, faster: lossless speculative decoding on your own machine.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    for name in names:
+        app.command(cls=Command)(command(COMMANDS[name]))
+    app.callback()(_options)
+    return app
 
 
 def _show_version(wanted: bool) -> None:
@@ -70,7 +80,6 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _options(
     version: Annotated[
         bool, typer.Option("--version", help="Print the version and leave.", is_eager=True, callback=_show_version)
@@ -81,6 +90,7 @@ def _options(
 
 def main() -> None:
     """Runs the command line and ends the process: 0, 1 failure, 2 wrong usage, 130 Ctrl-C, 141 nobody reads."""
+    prepare()
     # A descriptor that the caller closed is no stream at all: then nothing is read and nobody sees what is written.
     sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115 (as long-lived as the process)
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
@@ -88,4 +98,9 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         # A terminal that cannot show a character gets a question mark, not an error in the middle of an answer.
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]
-    app(prog_name="outpace")
+    named = [name for name in sys.argv[1:2] if name in COMMANDS]
+    try:
+        build(named or COMMANDS)(prog_name="outpace")
+    except SystemExit as end:
+        leave(end)
+        raise

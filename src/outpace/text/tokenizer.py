@@ -182,7 +182,7 @@ class Tokenizer:
     def _plain_tokenizer(self) -> tokenizers.Tokenizer:
         with self._lock:
             if self._plain is None:
-                self._plain = tokenizers.Tokenizer.from_str(self._parsing.to_str())
+                self._plain = _copy(self._parsing)
                 self._plain.encode_special_tokens = True
             return self._plain
 
@@ -333,6 +333,27 @@ def _add_tokens(tokenizer: tokenizers.Tokenizer, listed: object) -> None:
             raise ModelError(
                 f"tokenizer_config.json gives {content!r} the id {key}, tokenizer.json {tokenizer.token_to_id(content)}"
             )
+
+
+def _copy(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """A tokenizer that cuts texts in the same way and has the same tokens, without a post-processor.
+
+    The two share the model, which is most of it, where adding the added tokens again gives them the same ids.
+    """
+    added = tokenizer.get_added_tokens_decoder()
+    copy = tokenizers.Tokenizer(tokenizer.model)
+    if tokenizer.normalizer is not None:
+        copy.normalizer = tokenizer.normalizer
+    if tokenizer.pre_tokenizer is not None:
+        copy.pre_tokenizer = tokenizer.pre_tokenizer
+    copy.decoder = tokenizer.decoder
+    for i in sorted(added):
+        copy.add_tokens([added[i]])
+    if {i: str(token) for i, token in copy.get_added_tokens_decoder().items()} == {
+        i: str(token) for i, token in added.items()
+    }:
+        return copy
+    return tokenizers.Tokenizer.from_str(tokenizer.to_str())
 
 
 def _by_id(vocabulary: Mapping[str, int]) -> list[str | None]:

@@ -140,7 +140,11 @@ def _types(metadata: Mapping[str, Any], count: int) -> list[int]:
 
 def _bpe(ids: dict[str, int], merges: Sequence[str], *, ignore_merges: bool) -> models.BPE:
     try:
-        return models.BPE(vocab=ids, merges=[tuple(merge.split(" ")) for merge in merges], ignore_merges=ignore_merges)
+        parts = " ".join(merges).split(" ")
+        pairs = list(zip(parts[::2], parts[1::2], strict=True)) if merges else []
+        if list(map(" ".join, pairs)) != merges:
+            raise ValueError("not pairs")
+        return models.BPE(vocab=ids, merges=pairs, ignore_merges=ignore_merges)
     except Exception as error:
         for i, merge in enumerate(merges):
             _check_merge(ids, i, merge)

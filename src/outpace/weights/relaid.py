@@ -3,9 +3,9 @@
 Neighbours: backends/native.py lays weights out and hands over the parts; api.py says where the files lie (hub.relaid).
 Knows neither models nor kernels: a part is a name, a form (a few numbers that only the backend understands) and bytes.
 
-The file: MAGIC, length and CRC-32 of the head (8 and 4 bytes), the head (JSON: the key and for each part its name, form,
-place, bytes and the CRC-32 of its two ends), then the parts, each at a multiple of ALIGNMENT bytes of the file. It is
-written beside its place and renamed, so a reader sees a whole file or none; what is damaged all the same is not used.
+The file: MAGIC, length and CRC-32 of the head (8 and 4 bytes), the head (JSON: the key, and for each part its name,
+form, place, bytes and the CRC-32 of its two ends), then the parts, each at a multiple of ALIGNMENT bytes. It is written
+beside its place and renamed, so a reader sees a whole file or none; what is damaged all the same is not used.
 Nothing here raises: without a cache, loading only takes longer.
 """
 
