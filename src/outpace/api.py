@@ -115,6 +115,8 @@ def load(
         raise UsageError(f"precision must be int8 or f32, got {precision!r}")
     if backend not in ("native", "reference"):
         raise UsageError(f"backend must be native or reference, got {backend!r}")
+    if not isinstance(cache, bool):
+        raise UsageError(f"cache must be True or False, got {cache!r}")
     if context is not None and not isinstance(context, int):
         raise UsageError(f"context must be a whole number, got {context!r}")
 

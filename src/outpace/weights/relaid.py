@@ -63,6 +63,7 @@ class Relaid:
         self.source = source
         self.least = least
         self.most = most
+        self._seen: dict[str, str] = {}  # layout -> key of the source when it was first read
 
     def read(self, layout: str) -> list[Part] | None:
         """The parts that `write` kept for this layout, mapped read-only; None where there are none to be trusted.
@@ -70,7 +71,7 @@ class Relaid:
         layout: whatever the bytes depend on beside the source.
         """
         try:
-            key = self._key(layout)
+            key = self._seen[layout] = self._key(layout)
             path = self._path(layout)
             with open(path, "rb") as file:
                 parts = _parse(file.fileno(), key)
@@ -83,13 +84,16 @@ class Relaid:
     def write(self, layout: str, parts: Sequence[Part]) -> bool:
         """Keeps the parts for the next start; returns whether it did.
 
-        It does not when they are few, the disk is nearly full or cannot be written.
+        It does not when they are few, the disk is nearly full or cannot be written, or the source has changed since
+        `read`.
         """
         total = sum(part.data.nbytes for part in parts)
         if not self.least <= total <= self.most:
             return False
         try:
             key = self._key(layout)
+            if self._seen.get(layout, key) != key:
+                return False
             self.folder.mkdir(parents=True, exist_ok=True)
             self._make_room(total, self._path(layout))
             if shutil.disk_usage(self.folder).free < total + SPARE:
@@ -99,7 +103,7 @@ class Relaid:
                 file.write(head)
                 for part, place in zip(parts, places, strict=True):
                     file.seek(place)
-                    file.write(part.data)
+                    file.write(part.data.data)
             return True
         except (OSError, ModelError):
             return False
@@ -148,7 +152,7 @@ def _identity(file: Path) -> bytes:
 
 
 def _ends(data: Bytes) -> int:
-    return zlib.crc32(data[-SAMPLE:], zlib.crc32(data[:SAMPLE]))
+    return zlib.crc32(data[-SAMPLE:].data, zlib.crc32(data[:SAMPLE].data))
 
 
 def _align(at: int) -> int:
