@@ -269,6 +269,17 @@ def test_a_truncated_file_is_not_used(source: Path) -> None:
     assert equal(relaid.read("a"), parts())
 
 
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_is_no_file_is_not_waited_for(make, source: Path) -> None:
+    relaid = kept(source)
+    relaid.write("a", parts())
+    file = files(relaid)[0]
+    file.unlink()
+    make(file)
+    assert relaid.read("a") is None
+    assert relaid.write("a", parts()) == (make is os.mkfifo)
+
+
 def test_damaged_content_is_not_used(source: Path) -> None:
     relaid = kept(source)
     relaid.write("a", parts())

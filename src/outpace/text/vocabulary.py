@@ -50,7 +50,7 @@ def build_bpe(metadata: Mapping[str, Any]) -> tuple[Tokenizer, list[str], list[i
     tokens = _strings(metadata, "tokenizer.ggml.tokens", MAX_TOKENS)
     merges = _strings(metadata, "tokenizer.ggml.merges", 4 * MAX_TOKENS)
     types = _types(metadata, len(tokens))
-    ids = {token: i for i, token in enumerate(tokens)}
+    ids = dict(zip(tokens, range(len(tokens)), strict=True))
     if len(ids) != len(tokens):
         twice = next(i for i, token in enumerate(tokens) if ids[token] != i)
         raise ModelError(f"tokenizer.ggml.tokens: {tokens[twice]!r} is both token {twice} and {ids[tokens[twice]]}")

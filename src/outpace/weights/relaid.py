@@ -73,6 +73,8 @@ class Relaid:
         try:
             key = self._seen[layout] = self._key(layout)
             path = self._path(layout)
+            if not path.is_file():  # opening a pipe would wait for ever
+                return None
             with open(path, "rb") as file:
                 parts = _parse(file.fileno(), key)
             if parts is not None:
