@@ -6,6 +6,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstring>
 #include <limits>
 #include <memory>
 #include <optional>
@@ -48,6 +49,24 @@ nb::object owned(std::vector<float> values, size_t rows, size_t columns) {
     auto* kept = new std::vector<float>(std::move(values));
     nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::vector<float>*>(p); });
     return nb::cast(nb::ndarray<nb::numpy, float>(kept->data(), {rows, columns}, owner));
+}
+
+// `count` GGUF strings (length in 8 bytes, UTF-8) that begin at byte `at` of data: the strings that are whole, and the
+// byte after them. Raises UnicodeDecodeError for one that is not UTF-8.
+nb::tuple strings(const Array<const uint8_t, 1>& data, size_t at, size_t count) {
+    const size_t size = data.shape(0);
+    nb::list found;
+    while (count-- && at <= size && size - at >= 8) {
+        uint64_t length;
+        std::memcpy(&length, data.data() + at, 8);
+        if (length > size - at - 8) break;
+        PyObject* text = PyUnicode_DecodeUTF8(reinterpret_cast<const char*>(data.data()) + at + 8,
+                                              static_cast<Py_ssize_t>(length), nullptr);
+        if (!text) throw nb::python_error();
+        found.append(nb::steal(text));
+        at += 8 + length;
+    }
+    return nb::make_tuple(found, at);
 }
 
 // Runs a matrix product alone, as the model would: for tests.
@@ -98,6 +117,38 @@ nb::object matmul_f32(const Array<const float, 2>& x, const Array<const float, 2
     });
 }
 
+// A matrix's form as numbers: kind, out, in, half, offset, base. A vector's is empty.
+std::vector<int> form_of(const Matrix& m) {
+    return {static_cast<int>(m.kind), m.out, m.in, m.half, m.offset, m.base};
+}
+
+Matrix matrix_like(const std::vector<int>& form) {
+    if (form.size() != 6 || form[0] < 0 || form[0] > static_cast<int>(Matrix::Kind::int4)) {
+        throw std::invalid_argument("no packed matrix is like that");
+    }
+    Matrix m;
+    m.kind = static_cast<Matrix::Kind>(form[0]);
+    m.out = form[1];
+    m.in = form[2];
+    m.half = form[3] != 0;
+    m.offset = form[4] != 0;
+    m.base = form[5];
+    return m;
+}
+
+// All weights as (name, form, bytes); the bytes are views that keep the model alive.
+nb::list packed(nb::handle_t<Model> self) {
+    const Model& model = nb::cast<const Model&>(self);
+    nb::list found;
+    const auto add = [&](const std::string& name, const std::vector<int>& form, const void* data, size_t bytes) {
+        nb::ndarray<nb::numpy, const uint8_t> view(data, {bytes}, self);
+        found.append(nb::make_tuple(name, form, view));
+    };
+    for (const auto& [name, m] : model.matrices()) add(name, form_of(m), m.data, m.bytes());
+    for (const auto& [name, v] : model.vectors()) add(name, {}, v.data(), v.size() * sizeof(float));
+    return found;
+}
+
 void forward(Model& model, const std::vector<int>& slots, const std::vector<int>& counts,
              const Array<const int64_t, 1>& tokens, const Array<const int64_t, 1>& parents,
              const Array<const int64_t, 1>& wanted, Array<float, 2> logits, const std::vector<int>& taps,
@@ -141,6 +192,9 @@ NB_MODULE(_native, m) {
     m.doc() = "The forward pass of a decoder-only model on this processor (csrc/).";
     nb::exception<Full>(m, "Full");
 
+    m.attr("LAYOUT") = LAYOUT;
+    m.def("unsigned_bytes", [] { return choose_kernels().unsigned_bytes; });
+    m.def("strings", &strings, "data"_a.noconvert(), "at"_a, "count"_a);
     m.def("isa", [] { return std::string(choose_kernels().name); }, "The kernel family in use (OUTPACE_ISA decides).");
     m.def("isas", [] {
         std::vector<std::string> names;
@@ -183,12 +237,19 @@ NB_MODULE(_native, m) {
                  self.put_f32(name, w.data(), out, in);
              },
              "name"_a, "weight"_a.noconvert())
+        .def("put_packed",
+             [](Model& self, const std::string& name, const std::vector<int>& form, const Array<const uint8_t, 1>& data) {
+                 self.put_packed(name, matrix_like(form), data.data(), data.shape(0));
+             },
+             nb::keep_alive<1, 4>(), "name"_a, "form"_a, "data"_a.noconvert())
+        .def("packed", &packed)
         .def("put_vector",
              [](Model& self, const std::string& name, const Array<const float, 1>& v) {
                  self.put_vector(name, v.data(), size(v.shape(0)));
              },
              "name"_a, "vector"_a.noconvert())
         .def("ready", &Model::ready)
+        .def("forget", &Model::forget)
         .def("forward", &forward, "slots"_a, "counts"_a, "tokens"_a.noconvert(), "parents"_a.noconvert(),
              "wanted"_a.noconvert(), "logits"_a.noconvert(), "taps"_a, "tapped"_a.noconvert())
         .def("new_slot", &Model::open, Unlocked())

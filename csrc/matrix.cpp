@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 #include <new>
+#include <stdexcept>
 
 namespace outpace {
 namespace {
@@ -159,6 +160,26 @@ Matrix pack_f32(Arena& arena, const float* w, int out, int in) {
             }
         }
     }
+    return m;
+}
+
+Matrix place(const Matrix& like, const uint8_t* data, size_t bytes, bool unsigned_bytes) {
+    constexpr int MOST = 1 << 30;
+    Matrix m = like;
+    const bool f32 = m.kind == Matrix::Kind::f32, int8 = m.kind == Matrix::Kind::int8, int4 = m.kind == Matrix::Kind::int4;
+    const bool base_fits = int8 ? m.base == (unsigned_bytes ? -128 : 0) : int4 ? m.base == 0 || m.base == -8 : m.base == 0;
+    if (!(f32 || int8 || int4) || !base_fits || (f32 && (m.half || m.offset)) || m.out < 1 || m.out > MOST || m.in < 1 ||
+        m.in > MOST) {
+        throw std::invalid_argument("no packed matrix is like that");
+    }
+    m.blocks = (m.out - 1) / OUTS + 1;
+    m.groups = (m.in - 1) / GROUP + 1;
+    m.block_bytes = f32 ? static_cast<size_t>(m.in) * OUTS * 4 : m.weights_at() + m.weight_bytes();
+    if (bytes / m.block_bytes != static_cast<size_t>(m.blocks) || bytes % m.block_bytes ||
+        reinterpret_cast<uintptr_t>(data) % 64) {
+        throw std::invalid_argument("the bytes of a packed matrix do not fit its shape");
+    }
+    m.data = data;
     return m;
 }
 

@@ -48,6 +48,7 @@ struct Matrix {
     size_t weight_bytes() const { return static_cast<size_t>(groups) * (kind == Kind::int4 ? 256 : 512); }
     size_t scale_bytes() const { return (static_cast<size_t>(groups) * (half ? 32 : 64) + 63) / 64 * 64; }
 
+    size_t bytes() const { return block_bytes * blocks; }
     size_t weights_at() const { return scale_bytes() * (offset ? 2 : 1); }
 
     // One output's weights as floats, float32 [in]: the embedding look-up.
@@ -60,6 +61,14 @@ Matrix pack_int8(Arena& arena, const int8_t* q, const float* scale, const float*
                  bool unsigned_bytes, bool allow_int4 = true);
 // w: float32 [out, in].
 Matrix pack_f32(Arena& arena, const float* w, int out, int in);
+
+// The version of these layouts, for files that keep packed matrices. Whoever changes a layout raises it.
+constexpr int LAYOUT = 1;
+
+// A matrix whose packed bytes are there already, such as in a mapped file; they must stay as long as it is used. `like`
+// names kind, out, in, half, offset and base as they were when the bytes were packed; the rest follows from them.
+// Throws std::invalid_argument when no packing gives such a matrix, or the bytes are too few, too many or not aligned.
+Matrix place(const Matrix& like, const uint8_t* data, size_t bytes, bool unsigned_bytes);
 
 float half_to_float(uint16_t bits);
 

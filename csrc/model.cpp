@@ -69,6 +69,13 @@ void Model::put_f32(const std::string& name, const float* w, int out, int in) {
     matrices_[name] = pack_f32(arena_, w, out, in);
 }
 
+void Model::put_packed(const std::string& name, const Matrix& like, const uint8_t* data, size_t bytes) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (ready_ || matrices_.count(name)) refuse("tensor " + name + " was already given");
+    matrices_[name] = place(like, data, bytes, kernels_.unsigned_bytes);
+    placed_ += bytes;
+}
+
 void Model::put_vector(const std::string& name, const float* v, int n) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (ready_ || vectors_.count(name)) refuse("tensor " + name + " was already given");
@@ -112,6 +119,15 @@ Model::Mlp Model::mlp(const std::string& prefix, int inner) {
             linear(prefix + "down_proj", hidden, inner), inner};
 }
 
+void Model::forget() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (ready_) refuse("the model is complete");
+    matrices_.clear();
+    vectors_.clear();
+    layers_.clear();
+    placed_ = 0;
+}
+
 void Model::ready() {
     std::lock_guard<std::mutex> lock(mutex_);
     const Config& c = config_;
@@ -149,7 +165,6 @@ void Model::ready() {
         layers_.push_back(std::move(layer));
     }
     for (const auto& [name, m] : matrices_) int8_ |= m.kind != Matrix::Kind::f32;
-    matrices_.clear();
     ready_ = true;
 }
 

@@ -47,7 +47,13 @@ class Model {
     void put_int8(const std::string& name, const int8_t* q, const float* scale, const float* offset, int out, int in);
     void put_f32(const std::string& name, const float* w, int out, int in);
     void put_vector(const std::string& name, const float* v, int n);
+    // A packed matrix whose bytes outlive the model (matrix.h, `place`).
+    void put_packed(const std::string& name, const Matrix& like, const uint8_t* data, size_t bytes);
     void ready();
+    void forget();  // all weights that were given before `ready`
+    // The weights as they are held, to be kept in a file.
+    const std::map<std::string, Matrix>& matrices() const { return matrices_; }
+    const std::map<std::string, std::vector<float>>& vectors() const { return vectors_; }
 
     // wanted: rows of the whole pass whose logits go to `logits` [wanted][vocab_size]. tapped: [taps][rows][hidden_size].
     // Throws std::invalid_argument, Full or std::bad_alloc before anything changes.
@@ -63,7 +69,7 @@ class Model {
 
     const Config& config() const { return config_; }
     int threads() const { return pool_.threads(); }
-    size_t weight_bytes() const { return arena_.bytes(); }
+    size_t weight_bytes() const { return arena_.bytes() + placed_; }
     size_t cache_bytes();
     const Kernels& kernels() const { return kernels_; }
 
@@ -126,6 +132,7 @@ class Model {
     const int max_rows_;
     Pool pool_;
     Arena arena_;
+    size_t placed_ = 0;  // bytes of matrices that lie elsewhere
     Cache cache_;
     std::mutex mutex_;
     bool ready_ = false, int8_ = false;

@@ -17,7 +17,8 @@ from typer.testing import CliRunner, Result
 import outpace
 import tiny_folder
 from outpace import api
-from outpace.cli import app
+from outpace.cli import build
+from outpace.cli.quick import PlainValues
 from outpace.types import SampleOpts, UsageError
 
 HEAVY = ("numpy", "tokenizers", "jinja2", "huggingface_hub", "outpace.api")
@@ -38,7 +39,7 @@ def _reference(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def run(*args: str | Path, stdin: str | bytes | None = None) -> Result:
-    return CliRunner().invoke(app, [str(a) for a in args], input=stdin)
+    return CliRunner().invoke(build(), [str(a) for a in args], input=stdin)
 
 
 def generate(folder: Path, *args: str, stdin: str | bytes | None = None) -> dict[str, Any]:
@@ -203,10 +204,11 @@ def test_every_model_option_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(api, "load", stop_here)
     args = "--draft draft_model --draft-model b --draft-tokens 3 --precision f32 --context 99 --threads 2 --offline"
+    args += " --no-cache"
     for command in ("generate", "chat"):
         run(command, *(["x"] if command == "generate" else []), "--model", "a", *args.split())
     expected = {"draft": "draft_model", "draft_model": "b", "draft_tokens": 3, "precision": "f32", "context": 99}
-    assert seen == [("a", expected | {"threads": 2, "offline": True, "slots": 1, "progress": True})] * 2
+    assert seen == [("a", expected | {"threads": 2, "cache": False, "offline": True, "slots": 1, "progress": True})] * 2
     run("generate", "x")
     assert seen[-1][0] == api.DEFAULT_MODEL
 
@@ -356,9 +358,10 @@ def process(*args: str, **more: Any) -> subprocess.CompletedProcess[str]:
 def test_help_and_version_load_nothing_heavy() -> None:
     code = f"""
 import sys
-from outpace.cli import app
+from outpace.cli import build
+from outpace.cli.quick import PlainValues
 try:
-    app(["--help"])
+    build()(["--help"])
 except SystemExit as end:
     assert end.code == 0
 loaded = [name for name in {HEAVY!r} if name in sys.modules]
@@ -412,3 +415,66 @@ app([])
     assert child.stderr.read() == b""
     child.stderr.close()
     assert child.wait(60) == 141
+
+
+# ------------------------------------------------------------------------------------------------------ a quick start
+
+
+def outcome(monkeypatch: pytest.MonkeyPatch, args: str) -> tuple[list[Any], int, str]:
+    seen: list[Any] = []
+
+    def stop_here(model: str, **more: Any) -> None:
+        seen.append((model, more))
+        raise UsageError("seen")
+
+    monkeypatch.setattr(api, "load", stop_here)
+    result = run("generate", "x", *args.split())
+    return seen, result.exit_code, result.stderr
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        "",
+        "--context 12 --threads 007 --draft ngram --draft-tokens -3",
+        "--max-tokens 1 --seed 18446744073709551615",
+        "--temperature 0.5 --top-p 1 --stop a --stop b --logit-bias 3=-1",
+        "--context x",
+        "--context 1.5",
+        "--context \u0663",
+        "--context=",
+        "--context --",
+        "--temperature warm",
+        "--file no-such-file",
+    ],
+)
+def test_plain_values_are_read_as_typer_reads_them(args: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    quick = outcome(monkeypatch, args)
+    monkeypatch.setattr(PlainValues, "install", lambda param: None)
+    assert quick == outcome(monkeypatch, args)
+
+
+def test_generate_brings_only_what_it_needs(folder: Path, tmp_path: Path) -> None:
+    script = f"""
+import os, sys
+from outpace.cli import quick
+from outpace.cli.app import main
+def leave(end):
+    loaded = [n for n in ("pydantic", "huggingface_hub", "torch", "requests", "httpx") if n in sys.modules]
+    print(end.code, loaded, file=sys.stderr)
+    os._exit(7)
+sys.modules["outpace.cli.app"].leave = leave
+sys.argv = ["outpace", "generate", "--model", {str(folder)!r}, "--max-tokens", "1", "--quiet", "hi"]
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120)
+    assert (done.returncode, done.stderr) == (7, "None []\n")
+
+
+def test_all_output_is_out_when_the_process_ends(folder: Path, tmp_path: Path) -> None:
+    """The quick end must not lose what is still in a buffer, nor the exit code."""
+    file = tmp_path / "out"
+    with file.open("w") as out:
+        args = [sys.executable, "-m", "outpace", "info", str(folder), "--json"]
+        assert subprocess.run(args, stdout=out, check=False, timeout=120).returncode == 0
+    assert json.loads(file.read_text())["layers"] == 3

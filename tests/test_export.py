@@ -21,7 +21,7 @@ import tiny
 import tiny_folder
 from outpace.backends.base import Rows
 from outpace.backends.native import NativeBackend
-from outpace.cli import app
+from outpace.cli.app import build
 from outpace.config import ModelConfig
 from outpace.models.export import _lost, export_gguf
 from outpace.models.loading import LoadedModel, load_model
@@ -375,7 +375,7 @@ def test_the_command_writes_a_file_that_answers_alike(
     monkeypatch.setenv("OUTPACE_HOME", str(tmp_path / "home"))
 
     def run(*args: object) -> Any:
-        return CliRunner().invoke(app, [str(a) for a in args])
+        return CliRunner().invoke(build(), [str(a) for a in args])
 
     out = tmp_path / "m.gguf"
     made = run("quantize", folder, "--to", "q8", out)

@@ -19,7 +19,7 @@ from outpace.backends import memory
 from outpace.backends.base import Rows
 from outpace.backends.memory import available_memory, check_fits, estimate
 from outpace.backends.native import NativeBackend
-from outpace.cli import app
+from outpace.cli.app import build
 from outpace.config import ModelConfig
 from outpace.models.loading import load_model
 from outpace.models.names import expected_tensors, is_matrix
@@ -172,7 +172,7 @@ def test_load_and_the_command_line_refuse(tmp_path: Path, monkeypatch: pytest.Mo
     have(monkeypatch, 1000)
     with pytest.raises(CapacityError, match="are missing"):
         outpace.load(folder)
-    result = CliRunner().invoke(app, ["generate", "x", "--model", str(folder)])
+    result = CliRunner().invoke(build(), ["generate", "x", "--model", str(folder)])
     assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (1, "", 1)
     assert result.stderr.startswith(f"outpace: {folder} needs ")
     have(monkeypatch, 10**9)
@@ -184,7 +184,7 @@ def test_info_tells_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tiny_folder.write(tmp_path)
 
     def info(*args: str) -> Any:
-        return CliRunner().invoke(app, ["info", str(folder), *args])
+        return CliRunner().invoke(build(), ["info", str(folder), *args])
 
     have(monkeypatch, 10**9)
     facts = json.loads(info("--json").stdout)["memory"]

@@ -201,6 +201,8 @@ def test_other_kinds_of_tokenizer_are_refused(tmp_path):
         ({"merges": None}, "merges is missing"),
         ({"merges": ["a"]}, "entry 0 is 'a'"),
         ({"merges": ["a b c"]}, "entry 0 is 'a b c'"),
+        ({"merges": ["a b c", "d"]}, "entry 0 is 'a b c'"),  # as many parts as two merges have
+        ({"merges": ["a ", "b"]}, "entry 0 is 'a '"),
         ({"merges": ["q \u4e00"]}, "needs the token"),
         ({"token_type": [1, 2]}, "one number for each"),
         ({"token_type": "x"}, "one number for each"),

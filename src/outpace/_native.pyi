@@ -12,6 +12,18 @@ I64 = NDArray[np.int64]
 class Full(Exception):  # noqa: N818 (says what the model is)
     """No slot, row or position is left."""
 
+LAYOUT: int
+"""The version of the packed matrices' layout."""
+
+def unsigned_bytes() -> bool:
+    """Whether the kernel family in use wants its 8-bit weights as 0 .. 255: then they are packed otherwise."""
+
+def strings(data: NDArray[np.uint8], at: int, count: int) -> tuple[list[str], int]:
+    """GGUF strings of data from byte `at` on, at most `count`, those that are whole; and the byte after them.
+
+    Raises UnicodeDecodeError.
+    """
+
 def isa() -> str:
     """The kernel family in use. Raises ValueError when OUTPACE_ISA names one that cannot run here."""
 
@@ -57,7 +69,16 @@ class Model:
     ) -> None: ...
     def put_int8(self, name: str, q: I8, scale: F32, offset: F32 | None, inputs: int) -> None: ...
     def put_f32(self, name: str, weight: F32) -> None: ...
+    def put_packed(self, name: str, form: Sequence[int], data: NDArray[np.uint8]) -> None:
+        """A matrix as `packed` gave it. Its bytes are not copied: they must not change while the model lives."""
+
+    def packed(self) -> list[tuple[str, list[int], NDArray[np.uint8]]]:
+        """All weights as they are held: name, form (empty for a vector), bytes (a view that keeps the model alive)."""
+
     def put_vector(self, name: str, vector: F32) -> None: ...
+    def forget(self) -> None:
+        """Lets go of all weights that were given, while the model is not ready."""
+
     def ready(self) -> None:
         """Checks that the weights are complete; forward works from here on."""
 

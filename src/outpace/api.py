@@ -34,6 +34,7 @@ from .text.stream import TextStream
 from .text.template import ChatTemplate, encode_chat
 from .text.tokenizer import Tokenizer, read_json, same_vocabulary
 from .types import F32, ModelError, SampleOpts, Stats, TokenLogprobs, UsageError
+from .weights.relaid import Relaid
 
 DEFAULT_MODEL = "smollm2-135m"
 Precision = Literal["int8", "f32"]
@@ -87,6 +88,7 @@ def load(
     slots: int = 16,
     threads: int | None = None,
     backend: Literal["native", "reference"] = "native",
+    cache: bool = True,
     offline: bool = False,
     progress: bool = True,
 ) -> LanguageModel:
@@ -96,8 +98,9 @@ def load(
     float32. draft: "auto", "draft_model", "ngram", "suffix" or "none". draft_model: the model that drafts (implies
     draft="draft_model"). draft_tokens: always draft this many (0 .. 15) instead of deciding by evidence.
     context: tokens a request may hold, prompt and answer; the model's own limit by default. slots: requests at once.
-    backend: "native", or "reference" for the slow NumPy oracle. offline, progress: as hub.resolve, for a model that is
-    not on this machine yet. What is odd about a model but no error is a warning.
+    backend: "native", or "reference" for the slow NumPy oracle. cache: keep the weights as the kernels read them on the
+    disk (hub.relaid), so that the next load only maps them; the results are the same. offline, progress: as
+    hub.resolve, for a model that is not on this machine yet. What is odd about a model but no error is a warning.
 
     Raises UsageError, HubError, ModelError, or CapacityError when memory does not suffice.
     """
@@ -113,6 +116,8 @@ def load(
         raise UsageError(f"precision must be int8 or f32, got {precision!r}")
     if backend not in ("native", "reference"):
         raise UsageError(f"backend must be native or reference, got {backend!r}")
+    if not isinstance(cache, bool):
+        raise UsageError(f"cache must be True or False, got {cache!r}")
     if context is not None and not isinstance(context, int):
         raise UsageError(f"context must be a whole number, got {context!r}")
 
@@ -126,7 +131,13 @@ def load(
             )
         check_fits(loaded.path, loaded.config, loaded.weights, precision, positions)
         return NativeBackend(
-            loaded.config, loaded.weights, precision=precision, slots=slots, positions=positions, threads=threads
+            loaded.config,
+            loaded.weights,
+            precision=precision,
+            slots=slots,
+            positions=positions,
+            threads=threads,
+            relaid=Relaid(hub.relaid(loaded.path), loaded.path) if cache else None,
         )
 
     def open_files(name: str | Path) -> LoadedModel:

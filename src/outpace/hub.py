@@ -6,6 +6,7 @@ in the files. Sources of models: a Python package that holds a GGUF file (built-
 
 The cache folder is OUTPACE_HOME, else XDG_CACHE_HOME/outpace, else ~/.cache/outpace:
     models/<built-in name>/*.gguf    hub/org--name/<commit>/...    pulled/<name>.json (what is complete)    tmp/
+    relaid/<hash of a model's path>/... (its weights as the kernels read them: weights/relaid.py)
 """
 
 from __future__ import annotations
@@ -84,6 +85,11 @@ def home() -> Path:
         return Path(named).expanduser().absolute()
     cache = os.environ.get("XDG_CACHE_HOME")
     return (Path(cache) if cache else Path("~/.cache")).expanduser().absolute() / "outpace"
+
+
+def relaid(path: Path) -> Path:
+    """The folder for what is kept to load the model at `path` faster; `remove` deletes it. It need not exist."""
+    return home() / "relaid" / hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:16]
 
 
 # ------------------------------------------------------------------------------------------------------ public verbs
@@ -528,6 +534,8 @@ def _delete_unused(record: Mapping[str, Any]) -> None:
     for file in record["files"]:
         if file not in used:
             (home() / file).unlink(missing_ok=True)
+            for model in (home() / file, (home() / file).parent):
+                shutil.rmtree(relaid(model), ignore_errors=True)
     if not any(other["root"] == record["root"] for other in others):
         shutil.rmtree(root, ignore_errors=True)
     for folder in sorted((f for f in root.rglob("*") if f.is_dir()), reverse=True):

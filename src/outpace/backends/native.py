@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -21,6 +22,7 @@ from ..models.names import expected_tensors, is_matrix
 from ..models.quantise import quantise_weights
 from ..models.rotary import rotary_frequencies
 from ..types import F32, CapacityError, ModelError, OutpaceError, RewindError, UsageError
+from ..weights.relaid import Part, Relaid
 from ..weights.weight_map import WeightMap
 from .base import Capacity, Pass, Rows
 
@@ -42,7 +44,8 @@ class NativeBackend:
     rounds activations to 8 bits; "f32" keeps everything in float32. slots: sequences at once. positions: tokens a slot
     holds; the model's own limit by default. rows: rows a pass takes. threads: 1 to 256; None: the usable cores. Memory
     for the cache grows with use. The environment variable OUTPACE_ISA forces a kernel family (avx512vnni, avx2,
-    portable).
+    portable). relaid: where the weights are kept as the kernels read them; with "int8" they are mapped from there, or
+    written there for the next time. The results are the same, bit by bit.
 
     Raises UsageError for an argument out of range or a family that cannot run here, ModelError when a tensor is missing
     or has the wrong shape, CapacityError when memory does not suffice.
@@ -58,6 +61,7 @@ class NativeBackend:
         positions: int | None = None,
         rows: int = 512,
         threads: int | None = None,
+        relaid: Relaid | None = None,
     ) -> None:
         if precision not in ("int8", "f32"):
             raise UsageError(f"precision must be int8 or f32, got {precision!r}")
@@ -103,9 +107,19 @@ class NativeBackend:
                 threads=threads,
             )
         )
-        for name, shape in expected_tensors(config).items():
+        expected = expected_tensors(config)
+        relaid = relaid if precision == "int8" else None
+        layout = f"{_native.LAYOUT} {_native.unsigned_bytes()} {sys.byteorder} {config!r}"
+        kept = relaid.read(layout) if relaid is not None else None
+        if kept is not None and self._place(kept, expected):
+            for name in expected:
+                weights.take_tensor(name)
+            return
+        for name, shape in expected.items():
             self._put(name, shape, weights, precision)
         _guard(self._model.ready)
+        if relaid is not None:
+            relaid.write(layout, [Part(name, tuple(form), data) for name, form, data in self._model.packed()])
 
     @property
     def isa(self) -> str:
@@ -173,6 +187,26 @@ class NativeBackend:
             lambda: self._model.forward(slots, counts, tokens, parents, _indices(wanted), logits, list(taps), tapped)
         )
         return Pass(logits, {tap: tapped[i] for i, tap in enumerate(taps)})
+
+    def _place(self, parts: Sequence[Part], expected: Mapping[str, tuple[int, ...]]) -> bool:
+        """Gives the core weights that are laid out already. False, and nothing given, when they do not fit."""
+        found = {part.name: part for part in parts}
+        if len(parts) != len(found) or found.keys() != expected.keys():
+            return False
+        try:
+            for name, shape in expected.items():
+                part = found[name]
+                if len(shape) == 1 and not part.form and part.data.nbytes == 4 * shape[0]:
+                    self._model.put_vector(name, part.data.view(np.float32))
+                elif part.form[1:3] == shape:
+                    self._model.put_packed(name, part.form, part.data)
+                else:
+                    raise ValueError(f"tensor {name} has another shape")
+            self._model.ready()
+        except (ValueError, TypeError):
+            self._model.forget()
+            return False
+        return True
 
     def _put(self, name: str, shape: tuple[int, ...], weights: WeightMap, precision: Precision) -> None:
         """Hands one tensor to the core, which keeps its own copy; the source is let go at once."""

@@ -4,6 +4,6 @@ Neighbours: everything a command does goes through api.py and hub.py. Importing 
 bring NumPy and the model code are imported when a command runs.
 """
 
-from .app import app, main
+from .app import build, main
 
-__all__ = ["app", "main"]
+__all__ = ["build", "main"]

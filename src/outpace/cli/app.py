@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 import typer
@@ -14,6 +15,7 @@ from .command import command, say
 from .generate import generate
 from .manage import info, models, pull, rm
 from .quantize import quantize
+from .quick import PlainValues, leave, prepare
 
 
 class PlainFlags:
@@ -24,6 +26,7 @@ class PlainFlags:
         for param in params:
             if getattr(param, "is_flag", False):
                 param.metavar = ""
+            PlainValues.install(param)
         return params
 
 
@@ -51,16 +54,23 @@ class Commands(PlainFlags, TyperGroup):
             sys.exit(2)
 
 
-app = typer.Typer(
-    cls=Commands,
-    help="The same words, faster: lossless speculative decoding on your own machine.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-for _function in (generate, chat, pull, models, rm, info, quantize):
-    app.command(cls=Command)(command(_function))
+COMMANDS = {function.__name__: function for function in (generate, chat, pull, models, rm, info, quantize)}
+
+
+def build(names: Iterable[str] = COMMANDS) -> typer.Typer:
+    """The command line with these commands: to run one, the others need not be put together."""
+    app = typer.Typer(
+        cls=Commands,
+        help="The same words, faster: lossless speculative decoding on your own machine.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    for name in names:
+        app.command(cls=Command)(command(COMMANDS[name]))
+    app.callback()(_options)
+    return app
 
 
 def _show_version(wanted: bool) -> None:
@@ -71,7 +81,6 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _options(
     version: Annotated[
         bool, typer.Option("--version", help="Print the version and leave.", is_eager=True, callback=_show_version)
@@ -82,6 +91,7 @@ def _options(
 
 def main() -> None:
     """Runs the command line and ends the process: 0, 1 failure, 2 wrong usage, 130 Ctrl-C, 141 nobody reads."""
+    prepare()
     # A descriptor that the caller closed is no stream at all: then nothing is read and nobody sees what is written.
     sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115 (as long-lived as the process)
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
@@ -89,4 +99,9 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         # A terminal that cannot show a character gets a question mark, not an error in the middle of an answer.
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]
-    app(prog_name="outpace")
+    named = [name for name in sys.argv[1:2] if name in COMMANDS]
+    try:
+        build(named or COMMANDS)(prog_name="outpace")
+    except SystemExit as end:
+        leave(end)
+        raise

@@ -79,6 +79,9 @@ class Model:
     precision: Annotated[str, _model("Arithmetic: int8 or f32.")] = "int8"
     context: Annotated[int | None, _model("Tokens that prompt and answer may have; saves memory.")] = None
     threads: Annotated[int | None, _model("Threads; all cores by default.")] = None
+    no_cache: Annotated[
+        bool, _model("Neither use nor keep the weights as they are laid out for this machine.", "--no-cache")
+    ] = False
     offline: Annotated[bool, _model("Never download.", "--offline")] = False
 
     def load(self, *, quiet: bool = False) -> LanguageModel:
@@ -100,6 +103,7 @@ class Model:
             context=self.context,
             slots=1,
             threads=self.threads,
+            cache=not self.no_cache,
             offline=self.offline,
             progress=not quiet,
         )

@@ -41,9 +41,11 @@ class Tokenizer:
         pad_id: int | None = None,
         end_ids: Sequence[int] = (),
         add_bos: bool = False,
+        tokens: Sequence[str] | None = None,
         types: Sequence[int] | None = None,
     ) -> None:
-        """tokenizer: byte-level. end_ids: tokens that end a turn beside eos. types: GGUF token types, by id."""
+        """tokenizer: byte-level. end_ids: tokens that end a turn beside eos. tokens: the whole vocabulary by id, where
+        it is at hand (asking the tokenizer for it takes its time). types: GGUF token types, by id."""
         tokenizer.no_truncation()
         tokenizer.no_padding()
         if type(tokenizer.decoder).__name__ != "ByteLevel":
@@ -55,18 +57,11 @@ class Tokenizer:
         self._lock = threading.Lock()
         added = tokenizer.get_added_tokens_decoder()
         self.control_ids = frozenset(i for i, token in added.items() if token.special)
-        vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        if not 0 < self.vocab_size <= 4 * len(vocabulary) + 1024:
-            raise ModelError(f"tokenizer.json: {len(vocabulary)} tokens with ids up to {self.vocab_size - 1}")
-        self._strings: list[str | None] = [None] * self.vocab_size
-        for token, i in vocabulary.items():
-            self._strings[i] = token
-        byte_of = byte_characters()
-        self._bytes = [
-            b"" if token is None else token.encode() if i in added else _to_bytes(token, byte_of)
-            for i, token in enumerate(self._strings)
-        ]
+        self._added = frozenset(added)
+        known: Sequence[str | None] | None = tokens
+        self._strings = list(_by_id(tokenizer.get_vocab(with_added_tokens=True)) if known is None else known)
+        self.vocab_size = len(self._strings)
+        self._byte_of = byte_characters()
         self._types = types
         self.bos_id = self._checked("bos", bos_id)
         self.eos_id = self._checked("eos", eos_id)
@@ -130,7 +125,7 @@ class Tokenizer:
 
         Raises ModelError naming the key that is missing, inconsistent or unsupported.
         """
-        tokenizer, types = build_bpe(metadata)
+        tokenizer, tokens, types = build_bpe(metadata)
 
         def number(name: str) -> int | None:
             value = metadata.get(f"tokenizer.ggml.{name}_token_id")
@@ -146,6 +141,7 @@ class Tokenizer:
             pad_id=number("padding"),
             end_ids=[i for i in (number("eot"), number("eom")) if i is not None],
             add_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", llama3 and number("bos") is not None)),
+            tokens=tokens,
             types=types,
         )
 
@@ -186,7 +182,7 @@ class Tokenizer:
     def _plain_tokenizer(self) -> tokenizers.Tokenizer:
         with self._lock:
             if self._plain is None:
-                self._plain = tokenizers.Tokenizer.from_str(self._parsing.to_str())
+                self._plain = _copy(self._parsing)
                 self._plain.encode_special_tokens = True
             return self._plain
 
@@ -201,7 +197,10 @@ class Tokenizer:
         """The bytes that a token stands for; empty for an id without a token. UsageError when out of range."""
         if not 0 <= token < self.vocab_size:
             raise UsageError(f"token id {token} is out of range: the vocabulary has {self.vocab_size} tokens")
-        return self._bytes[token]
+        text = self._strings[token]
+        if text is None or token in self._added:
+            return (text or "").encode()
+        return _to_bytes(text, self._byte_of)
 
     def stream(self, *, skip_special: bool = True) -> Detokenizer:
         """A detokenizer that turns ids into text as they come."""
@@ -343,6 +342,38 @@ def _add_tokens(tokenizer: tokenizers.Tokenizer, listed: object) -> None:
             raise ModelError(
                 f"tokenizer_config.json gives {content!r} the id {key}, tokenizer.json {tokenizer.token_to_id(content)}"
             )
+
+
+def _copy(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """A tokenizer that cuts texts in the same way and has the same tokens, without a post-processor.
+
+    The two share the model, which is most of it, where adding the added tokens again gives them the same ids.
+    """
+    added = tokenizer.get_added_tokens_decoder()
+    copy = tokenizers.Tokenizer(tokenizer.model)
+    if tokenizer.normalizer is not None:
+        copy.normalizer = tokenizer.normalizer
+    if tokenizer.pre_tokenizer is not None:
+        copy.pre_tokenizer = tokenizer.pre_tokenizer
+    copy.decoder = tokenizer.decoder
+    for i in sorted(added):
+        copy.add_tokens([added[i]])
+    if {i: str(token) for i, token in copy.get_added_tokens_decoder().items()} == {
+        i: str(token) for i, token in added.items()
+    }:
+        return copy
+    return tokenizers.Tokenizer.from_str(tokenizer.to_str())
+
+
+def _by_id(vocabulary: Mapping[str, int]) -> list[str | None]:
+    """The tokens in the order of their ids, None where an id has none."""
+    size = max(vocabulary.values(), default=-1) + 1
+    if not 0 < size <= 4 * len(vocabulary) + 1024:
+        raise ModelError(f"tokenizer.json: {len(vocabulary)} tokens with ids up to {size - 1}")
+    strings: list[str | None] = [None] * size
+    for token, i in vocabulary.items():
+        strings[i] = token
+    return strings
 
 
 def _to_bytes(token: str, byte_of: Mapping[str, int]) -> bytes:

@@ -36,8 +36,11 @@ def byte_characters() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
 
 
-def build_bpe(metadata: Mapping[str, Any]) -> tuple[Tokenizer, list[int]]:
-    """The tokenizer that GGUF metadata describes, and the type of each of its tokens.
+def build_bpe(metadata: Mapping[str, Any]) -> tuple[Tokenizer, list[str], list[int]]:
+    """The tokenizer that GGUF metadata describes, its tokens and the type of each.
+
+    Vocabularies are large and every start waits for this: lists are checked as a whole, and one by one only when there
+    is something to complain of.
 
     Raises ModelError naming the key for a kind that is not supported or a value that cannot be right.
     """
@@ -47,7 +50,7 @@ def build_bpe(metadata: Mapping[str, Any]) -> tuple[Tokenizer, list[int]]:
     tokens = _strings(metadata, "tokenizer.ggml.tokens", MAX_TOKENS)
     merges = _strings(metadata, "tokenizer.ggml.merges", 4 * MAX_TOKENS)
     types = _types(metadata, len(tokens))
-    ids = {token: i for i, token in enumerate(tokens)}
+    ids = dict(zip(tokens, range(len(tokens)), strict=True))
     if len(ids) != len(tokens):
         twice = next(i for i, token in enumerate(tokens) if ids[token] != i)
         raise ModelError(f"tokenizer.ggml.tokens: {tokens[twice]!r} is both token {twice} and {ids[tokens[twice]]}")
@@ -56,12 +59,7 @@ def build_bpe(metadata: Mapping[str, Any]) -> tuple[Tokenizer, list[int]]:
 
     pre = metadata.get("tokenizer.ggml.pre")
     normalizer, splitter, ignore_merges = splitters(pre)
-    bpe = models.BPE(
-        vocab=ids,
-        merges=[_merge(ids, i, merge) for i, merge in enumerate(merges)],
-        ignore_merges=ignore_merges,
-    )
-    tokenizer = Tokenizer(bpe)
+    tokenizer = Tokenizer(_bpe(ids, merges, ignore_merges=ignore_merges))
     if normalizer is not None:
         tokenizer.normalizer = normalizer
     tokenizer.pre_tokenizer = splitter
@@ -71,7 +69,7 @@ def build_bpe(metadata: Mapping[str, Any]) -> tuple[Tokenizer, list[int]]:
         tokenizer.add_tokens(
             [AddedToken(tokens[i], special=special, normalized=False) for i, k in enumerate(types) if k in wanted]
         )
-    return tokenizer, types
+    return tokenizer, tokens, types
 
 
 def splitters(pre: object) -> tuple[Any, Any, bool]:
@@ -104,9 +102,14 @@ def _strings(metadata: Mapping[str, Any], key: str, most: int) -> list[str]:
         raise ModelError(f"{key} is missing or not a list of strings")
     if len(values) > most:
         raise ModelError(f"{key} has {len(values)} entries, more than {most}")
-    for i, value in enumerate(values):
-        if not isinstance(value, str) or len(value) > MAX_TOKEN_CHARS or not _is_unicode(value):
-            raise ModelError(f"{key}: entry {i} is not a string of at most {MAX_TOKEN_CHARS} characters")
+    try:
+        fine = _is_unicode("".join(values)) and max(map(len, values), default=0) <= MAX_TOKEN_CHARS
+    except TypeError:  # not all of them are strings
+        fine = False
+    if not fine:
+        for i, value in enumerate(values):
+            if not isinstance(value, str) or len(value) > MAX_TOKEN_CHARS or not _is_unicode(value):
+                raise ModelError(f"{key}: entry {i} is not a string of at most {MAX_TOKEN_CHARS} characters")
     return list(values)
 
 
@@ -127,18 +130,32 @@ def _types(metadata: Mapping[str, Any], count: int) -> list[int]:
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, Sequence) or isinstance(values, (str, bytes)) or len(values) != count:
         raise ModelError(f"{key} must hold one number for each of the {count} tokens")
+    kinds = set(map(type, values))
+    if kinds <= {int} and set(values) <= set(range(NORMAL, BYTE + 1)):
+        return list(values)
     for i, value in enumerate(values):
         if not isinstance(value, int) or not NORMAL <= value <= BYTE:
             raise ModelError(f"{key}: token {i} has type {value!r}, not one of 1 to 6")
     return list(values)
 
 
-def _merge(ids: Mapping[str, int], index: int, merge: str) -> tuple[str, str]:
+def _bpe(ids: dict[str, int], merges: Sequence[str], *, ignore_merges: bool) -> models.BPE:
+    try:
+        parts = " ".join(merges).split(" ")
+        pairs = list(zip(parts[::2], parts[1::2], strict=True)) if merges else []
+        if list(map(" ".join, pairs)) != merges:
+            raise ValueError("not pairs")
+        return models.BPE(vocab=ids, merges=pairs, ignore_merges=ignore_merges)
+    except Exception as error:
+        for i, merge in enumerate(merges):
+            _check_merge(ids, i, merge)
+        raise ModelError(f"tokenizer.ggml.merges: not usable: {error}") from None
+
+
+def _check_merge(ids: Mapping[str, int], index: int, merge: str) -> None:
     parts = merge.split(" ")
     if len(parts) != 2 or not all(parts):
         raise ModelError(f"tokenizer.ggml.merges: entry {index} is {merge!r}, not two tokens with a space between")
-    left, right = parts
-    for part in (left, right, left + right):
+    for part in (*parts, "".join(parts)):
         if part not in ids:
             raise ModelError(f"tokenizer.ggml.merges: entry {index} needs the token {part!r}, which does not exist")
-    return left, right

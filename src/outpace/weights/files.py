@@ -7,6 +7,7 @@ neighbour that replaces the target only when it is complete.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,7 +49,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
     Raises ModelError when the disk refuses (no space, no permission, no such folder).
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.part")
     try:
         with open(temporary, "wb") as file:
             yield file

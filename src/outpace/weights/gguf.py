@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .. import _native
 from ..types import ModelError, UsageError
 from .files import map_file, replacing
 from .formats import KINDS
@@ -113,6 +114,7 @@ class _Cursor:
     """A place in the file's bytes that refuses to run past their end. Messages name `field`, the part being read."""
 
     def __init__(self, data: NDArray[np.uint8]) -> None:
+        self.data = data
         self.view = data.data
         self.size = len(data)
         self.at = 0
@@ -151,23 +153,13 @@ class _Cursor:
             raise ModelError(f"{self.field}: text at byte {start} is not valid UTF-8") from None
 
     def strings(self, count: int) -> list[str]:
-        """`count` strings; the tight loop, because vocabularies have hundreds of thousands."""
-        view, size, at, length_at = self.view, self.size, self.at, struct.Struct("<Q").unpack_from
-        values = []
-        for _ in range(count):
-            if at + 8 > size:
-                break
-            end = at + 8 + length_at(view, at)[0]
-            if end > size:
-                break
-            try:
-                values.append(str(view[at + 8 : end], "utf-8"))
-            except UnicodeDecodeError:
-                raise ModelError(f"{self.field}: text at byte {at + 8} is not valid UTF-8") from None
-            at = end
+        """`count` strings, read in C++: vocabularies have hundreds of thousands."""
+        try:
+            values, self.at = _native.strings(self.data, self.at, count)
+        except UnicodeDecodeError:
+            raise ModelError(f"{self.field}: a text after byte {self.at} is not valid UTF-8") from None
         if len(values) < count:
             raise ModelError(f"{self.field}: string {len(values)} of {count} runs past the file's end: damaged")
-        self.at = at
         return values
 
     def value(self, kind: int, nesting: int = 0) -> Any:
