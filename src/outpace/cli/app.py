@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from .bench import kernels
 from .chat import chat
 from .command import command, say
 from .generate import generate
@@ -60,6 +61,9 @@ app = typer.Typer(
 )
 for _function in (generate, chat, pull, models, rm, info):
     app.command(cls=Command)(command(_function))
+_bench = typer.Typer(cls=Commands, help="Measures this machine and outpace on it.", no_args_is_help=True)
+_bench.command(cls=Command)(command(kernels))
+app.add_typer(_bench, name="bench")
 
 
 def _show_version(wanted: bool) -> None:
