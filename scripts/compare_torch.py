@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Compares one row of outpace with PyTorch's: transformers' LlamaForCausalLM in eager float32, and with its linear layers
-in dynamic int8 (fbgemm), in turns within one run. Random weights at the size of SmolLM2-135M: for speed alone.
+"""Compares one row of outpace with PyTorch's: transformers' LlamaForCausalLM in eager float32, and with linear layers in
+dynamic int8 (fbgemm), in turns within one run. Random weights at the size of SmolLM2-135M: for speed alone.
 
     scripts/compare_torch.py [--threads N] [--seconds S] [--context N] [--json OUT.json]
 
@@ -48,13 +48,12 @@ class OneToken:
     def __init__(self, model: Any, prompt: list[int]) -> None:
         self.model = model
         self.cache = DynamicCache()
-        self.length = len(prompt)
         model(torch.tensor([prompt]), past_key_values=self.cache, use_cache=True)
         self.token = torch.tensor([[1]])
 
     def __call__(self) -> None:
         self.model(self.token, past_key_values=self.cache, use_cache=True)
-        self.cache.crop(self.length)
+        self.cache.crop(-1)  # takes the token off again
 
 
 def main() -> None:
