@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
-"""Compares one row of outpace with PyTorch's: transformers' LlamaForCausalLM in eager float32, and with linear layers in
-dynamic int8 (fbgemm), in turns within one run. Random weights at the size of SmolLM2-135M: for speed alone.
+"""Compares one row of outpace with PyTorch's, in turns within one run, at the size of SmolLM2-135M with random weights.
+
+PyTorch's is transformers' LlamaForCausalLM, in eager float32 and with its linear layers in dynamic int8 (fbgemm).
 
     scripts/compare_torch.py [--threads N] [--seconds S] [--context N] [--json OUT.json]
 
@@ -78,7 +79,7 @@ def main() -> None:
         float32 = llama("smollm2-135m")
         int8 = torch.ao.quantization.quantize_dynamic(float32, {torch.nn.Linear}, dtype=torch.qint8)
         jobs += [("PyTorch, eager f32", OneToken(float32, prompt)), ("PyTorch, fbgemm int8", OneToken(int8, prompt))]
-        times = in_turns(jobs, args.seconds)
+        times = in_turns(jobs, args.seconds, settle=0.02)  # OpenMP's threads spin on for a while
     median = {name: 1e3 * statistics.median(values) for name, values in times.items()}
     fastest = {name: 1e3 * min(values) for name, values in times.items()}
     print(f"{processor()}, {args.threads} threads, one row at context {args.context}, random weights")

@@ -92,26 +92,34 @@ def measure_kernels(
 
 
 def in_turns(
-    jobs: Iterable[tuple[K, Callable[[], object]]], seconds: float, *, least: int = 5, most: int = 200
+    jobs: Iterable[tuple[K, Callable[[], object]]],
+    seconds: float,
+    *,
+    least: int = 5,
+    most: int = 200,
+    settle: float = 0.0,
 ) -> dict[K, list[float]]:
     """Runs every job once a round, in an order that changes, until the time is over; returns each job's seconds.
 
-    The first round warms up and is not counted.
+    The first round warms up and is not counted. settle: seconds to wait before each job, which then runs once more
+    uncounted: for jobs of libraries that disturb whoever comes next.
     """
     order = list(jobs)
     times: dict[K, list[float]] = {key: [] for key, _ in order}
     rng = random.Random(0)
-    end = None
-    rounds = 0
-    while rounds <= least or (time.perf_counter() < (end or 0.0) and rounds <= most):
+    rounds, end = 0, 0.0
+    while rounds <= least or (rounds <= most and time.perf_counter() < end):
         rng.shuffle(order)
         for key, job in order:
+            if settle:
+                time.sleep(settle)
+                job()
             start = time.perf_counter()
             job()
-            times[key].append(time.perf_counter() - start)
-        if end is None:
+            if rounds:
+                times[key].append(time.perf_counter() - start)
+        if not rounds:
             end = time.perf_counter() + seconds
-            times = {key: [] for key, _ in order}
         rounds += 1
     return times
 
