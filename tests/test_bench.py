@@ -167,3 +167,10 @@ def test_a_model_that_is_too_small_is_refused() -> None:
     target = NativeBackend(TINY, shapes.random_weights(TINY, 8), rows=8, threads=1)
     with pytest.raises(UsageError, match="16 rows"):
         kernels.measure_kernels(target, seconds=0.01)
+
+
+def test_a_context_that_would_take_too_long_is_left_out_and_said() -> None:
+    target = NativeBackend(TINY, shapes.random_weights(TINY, 8), threads=1)
+    found = kernels.measure_kernels(target, contexts=(0, 500), seconds=0.01, patience=0.0)
+    assert list(found["decode"]) == [0]
+    assert [text.split(":")[0] for text in found["left_out"]] == ["context 500"]

@@ -28,7 +28,6 @@ SPLIT_ROWS = (1, 8)
 CONTEXT_OF_ROWS = 32  # committed tokens when row counts are compared: attention is small, as in the roofline
 BIG_BUFFER = 1 << 30  # bytes; more than the last cache of nearly all processors
 SMALL_BUFFER = 1 << 20
-FILL_SECONDS = 40.0  # a longer context is left out when filling it would take longer
 
 K = TypeVar("K", bound=Hashable)
 
@@ -38,11 +37,12 @@ def measure_kernels(
     *,
     contexts: Sequence[int] = CONTEXTS,
     seconds: float = 12.0,
+    patience: float = 40.0,
     progress: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """Measures a model that nobody else uses meanwhile. It needs a free slot more than there are contexts,
     passes of 16 rows or more and room for the contexts. seconds: for comparing row counts; the rest takes about
-    twice that.
+    twice that. patience: a context is left out when filling it would take more seconds.
 
     Returns what can be written as JSON:
 
@@ -87,7 +87,7 @@ def measure_kernels(
     fit = [n for n in PROMPTS if n <= min(capacity.rows, capacity.positions)]
     found["prefill"] = _prefill(target, fit, seconds / 2)
     progress("long contexts")
-    found["decode"] = _decode(target, contexts, seconds / 2, found)
+    found["decode"] = _decode(target, contexts, seconds / 2, patience, found)
     return found
 
 
@@ -208,13 +208,15 @@ def _prefill(target: NativeBackend, counts: Sequence[int], seconds: float) -> di
     return {n: n / statistics.median(times[n]) for n in counts}
 
 
-def _decode(target: NativeBackend, contexts: Sequence[int], seconds: float, found: dict[str, Any]) -> dict[int, float]:
+def _decode(
+    target: NativeBackend, contexts: Sequence[int], seconds: float, patience: float, found: dict[str, Any]
+) -> dict[int, float]:
     speed = max(found["prefill"].values(), default=1.0)
     fit = []
     for context in sorted(set(contexts)):
         if context >= target.capacity.positions:
             found["left_out"].append(f"context {context}: the model was opened for {target.capacity.positions}")
-        elif context / speed > FILL_SECONDS:
+        elif context / speed > patience:
             found["left_out"].append(f"context {context}: filling it would take {context / speed:.0f} seconds")
         else:
             fit.append(context)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -56,7 +57,9 @@ def kernels(
         if not quiet:
             note(f"{text} ...")
 
-    found = measure_kernels(target, contexts=contexts, seconds=seconds, progress=progress)
+    # What was asked for is measured, however long it takes to fill.
+    patience = {} if context is None else {"patience": math.inf}
+    found = measure_kernels(target, contexts=contexts, seconds=seconds, progress=progress, **patience)
     found = {"model": label, **found}
     if as_json:
         show(json.dumps(found) + "\n")
