@@ -45,6 +45,13 @@ if [ ! -f "$root/version" ] || [ "$(cat "$root/version")" != "$VERSION" ]; then
     echo "$VERSION" >"$root/version"
 fi
 
+# GCC 12's header tells the compiler that loading a tile configuration reads 8 of its 64 bytes, so the rest is optimised
+# away and the first AMX instruction is an illegal one. The line added here says that all of it is read.
+amx=$source/ggml/src/ggml-cpu/amx/mmq.cpp
+grep -q 'outpace:' "$amx" || sed -i \
+    's|^    _tile_loadconfig(&tc);|    asm volatile("" : : "r"(\&tc) : "memory");  // outpace: see build_llama_cpp.sh\n&|' "$amx"
+grep -q 'outpace:' "$amx" || fail "the place to mend in $amx was not found"
+
 generator=()
 command -v ninja >/dev/null && generator=(-G Ninja)
 # GGML_NATIVE takes all that this processor has. OpenMP stays on: it is llama.cpp's default and the faster pool.
