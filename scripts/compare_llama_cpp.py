@@ -5,8 +5,8 @@
     scripts/compare_llama_cpp.py FILE.gguf ... [--json OUT.json] [--perplexity] [--busy N]
 
 Figures are medians over all turns, and beside them the best of all turns. Plain decoding is what `llama-bench -n`
-times: one row a pass from an empty context, no sampling. A prompt is read in one pass. "rows 8" is the time of a pass of
-8 rows over that of one (llama-bench: a prompt of 8).
+times: one row a pass from an empty context, no sampling. A prompt is read in one pass. "rows 8" is the time of 8 rows
+over that of one (llama-bench: a prompt of 8).
 --busy N keeps N processes computing meanwhile, on the side of both.
 
 Perplexity is llama-perplexity's: the text in pieces of 512 tokens, each read alone, the second half of each scored.
