@@ -2,6 +2,7 @@
 // model.cpp before it is used; the GIL is released while anything is computed.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -11,6 +12,7 @@
 #include <memory>
 #include <optional>
 
+#include "measure.h"
 #include "model.h"
 #include "sampler.h"
 
@@ -261,7 +263,16 @@ NB_MODULE(_native, m) {
         .def_prop_ro("threads", &Model::threads)
         .def_prop_ro("isa", [](const Model& self) { return std::string(self.kernels().name); })
         .def_prop_ro("weight_bytes", &Model::weight_bytes)
-        .def_prop_ro("cache_bytes", &Model::cache_bytes);
+        .def_prop_ro("cache_bytes", &Model::cache_bytes)
+        .def_prop_ro("pass_bytes", &Model::pass_bytes)
+        .def("time_stages", &Model::time_stages, Unlocked(), "on"_a);
+    nb::class_<Reader>(m, "Reader")
+        .def(nb::init<size_t, int>(), Unlocked(), "bytes"_a, "threads"_a)
+        .def("read", &Reader::read, Unlocked())
+        .def_prop_ro("bytes", &Reader::bytes);
+    m.def("int8_peak",
+          [](int threads, double seconds) { return int8_peak(choose_kernels().name, threads, seconds); },
+          Unlocked(), "threads"_a, "seconds"_a);
     m.def("choose",
           [](const Array<const float, 1>& logits, double temperature, int64_t top_k, double top_p, double min_p, uint64_t key) {
               return choose(logits.data(), logits.shape(0), {temperature, top_k, top_p, min_p}, key);

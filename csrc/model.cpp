@@ -391,7 +391,9 @@ void Model::attention(int i) {
         }
     });
 
+    clock_.enter(StageClock::ATTENTION);
     attend(i);
+    clock_.enter(StageClock::PROJECTIONS);
 
     const Input mixed = quantised(mixed_.data(), static_cast<size_t>(c.heads) * c.head_dim, rows, c.heads * c.head_dim);
     const size_t stride = padded(c.hidden_size);
@@ -682,6 +684,7 @@ void Model::forward(const std::vector<Share>& shares, const std::vector<int>& wa
                     const std::vector<int>& taps, float* tapped) {
     std::lock_guard<std::mutex> lock(mutex_);
     check(shares, wanted, taps);
+    clock_.start();
     layout(shares);
     for (const Share& share : shares) cache_.at(share.slot).parents = share.parents;
 
@@ -699,7 +702,9 @@ void Model::forward(const std::vector<Share>& shares, const std::vector<int>& wa
     });
     tap(-1, x);
     for (int i = 0; i < config_.layers; ++i) {
+        clock_.enter(StageClock::PROJECTIONS);
         attention(i);
+        clock_.enter(StageClock::MLP);
         const Input input = norm(x, layers_[i].mlp_norm, rows);
         if (config_.moe[i]) {
             routed(layers_[i], input);
@@ -709,6 +714,7 @@ void Model::forward(const std::vector<Share>& shares, const std::vector<int>& wa
         }
         tap(i, x);
     }
+    clock_.enter(StageClock::REST);
     if (std::find(taps.begin(), taps.end(), config_.layers) != taps.end()) {
         tap(config_.layers, norm(x, final_norm_, rows).x);
     }
@@ -721,11 +727,13 @@ void Model::forward(const std::vector<Share>& shares, const std::vector<int>& wa
                         hidden * sizeof(float));
         }
     }
+    clock_.enter(StageClock::HEAD);
     const Input input = norm(x, final_norm_, n);
     const Linear head{head_, nullptr};
     pool_.split(head_.blocks, 1, [&](int first, int last) {
         multiply(head, input, first, last, logits, config_.vocab_size);
     });
+    clock_.enter(StageClock::REST);
 }
 
 }  // namespace outpace

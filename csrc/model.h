@@ -14,6 +14,7 @@
 #include "cache.h"
 #include "kernels.h"
 #include "matrix.h"
+#include "measure.h"
 #include "pool.h"
 
 namespace outpace {
@@ -71,6 +72,9 @@ class Model {
     int threads() const { return pool_.threads(); }
     size_t weight_bytes() const { return arena_.bytes() + placed_; }
     size_t cache_bytes();
+    size_t pass_bytes() const;  // weights that a pass of one row reads
+    // Starts (or ends) the timing of stages, from zero; returns the seconds of each stage so far. In measure.cpp.
+    std::array<double, StageClock::STAGES> time_stages(bool on);
     const Kernels& kernels() const { return kernels_; }
 
   private:
@@ -135,6 +139,7 @@ class Model {
     size_t placed_ = 0;  // bytes of matrices that lie elsewhere
     Cache cache_;
     std::mutex mutex_;
+    StageClock clock_;
     bool ready_ = false, int8_ = false;
     std::map<std::string, Matrix> matrices_;
     std::map<std::string, std::vector<float>> vectors_;

@@ -25,6 +25,7 @@ LAYERS = (
     ("decode",),
     ("engine",),
     ("api", "speculator"),
+    ("bench",),
     ("cli",),
 )
 RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
@@ -72,7 +73,7 @@ def wrong_arrows(path: Path) -> list[str]:
     wrong = []
     for name, line in imports(path):
         other = part_of(name) if name.split(".")[0] == "outpace" else own
-        if other in ("", own) or (other == "_native" and own in ("backends", "sampling", "weights")):
+        if other in ("", own) or (other == "_native" and own in ("backends", "sampling", "weights", "bench")):
             continue
         if other not in RANK or RANK[other] >= RANK[own]:
             wrong.append(f"{path.name}:{line}: {own} imports {name}")

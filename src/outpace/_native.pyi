@@ -110,6 +110,24 @@ class Model:
     def weight_bytes(self) -> int: ...
     @property
     def cache_bytes(self) -> int: ...
+    @property
+    def pass_bytes(self) -> int:
+        """Bytes of weights that a pass of one row reads."""
+
+    def time_stages(self, on: bool) -> list[float]:
+        """Starts or ends the timing of a pass's stages, from zero. Seconds so far: rest, projections, attention, MLP,
+        head."""
+
+class Reader:
+    """A buffer of about `bytes` that threads read as fast as memory gives it. ValueError: a bad argument."""
+
+    def __init__(self, bytes: int, threads: int) -> None: ...
+    def read(self) -> None: ...
+    @property
+    def bytes(self) -> int: ...
+
+def int8_peak(threads: int, seconds: float) -> float:
+    """8-bit operations a second of the dot-product instruction in use; 0 where it is not measured."""
 
 def choose(logits: NDArray[np.float32], temperature: float, top_k: int, top_p: float, min_p: float, key: int) -> int:
     """The token that sampling.py's reference chooses from logits [n] by the noise of `key`; -1 for broken logits."""

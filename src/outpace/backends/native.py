@@ -34,6 +34,7 @@ except ImportError as error:
     ) from None
 
 Precision = Literal["int8", "f32"]
+STAGES = ("rest", "projections", "attention", "mlp", "head")  # as StageClock in csrc/measure.h
 T = TypeVar("T")
 
 
@@ -134,6 +135,15 @@ class NativeBackend:
     def memory(self) -> tuple[int, int]:
         """Bytes that the weights and the cache hold now."""
         return self._model.weight_bytes, self._model.cache_bytes
+
+    @property
+    def pass_bytes(self) -> int:
+        """Bytes of weights that a pass of one row reads."""
+        return self._model.pass_bytes
+
+    def time_stages(self, on: bool) -> dict[str, float]:
+        """Starts (or ends) the timing of the stages of passes, from zero; returns each stage's seconds so far."""
+        return dict(zip(STAGES, self._model.time_stages(on), strict=True))
 
     def new_slot(self) -> int:
         return _guard(self._model.new_slot)

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from .bench import kernels
 from .chat import chat
 from .command import command, say
 from .generate import generate
@@ -55,9 +56,11 @@ class Commands(PlainFlags, TyperGroup):
 
 
 COMMANDS = {function.__name__: function for function in (generate, chat, pull, models, rm, info, quantize)}
+BENCH = {function.__name__: function for function in (kernels,)}  # outpace bench NAME
+NAMES = (*COMMANDS, "bench")
 
 
-def build(names: Iterable[str] = COMMANDS) -> typer.Typer:
+def build(names: Iterable[str] = NAMES) -> typer.Typer:
     """The command line with these commands: to run one, the others need not be put together."""
     app = typer.Typer(
         cls=Commands,
@@ -68,7 +71,13 @@ def build(names: Iterable[str] = COMMANDS) -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     for name in names:
-        app.command(cls=Command)(command(COMMANDS[name]))
+        if name in COMMANDS:
+            app.command(cls=Command)(command(COMMANDS[name]))
+    if "bench" in names:
+        bench = typer.Typer(cls=Commands, help="Measures this machine and outpace on it.", no_args_is_help=True)
+        for function in BENCH.values():
+            bench.command(cls=Command)(command(function))
+        app.add_typer(bench, name="bench")
     app.callback()(_options)
     return app
 
@@ -99,9 +108,9 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         # A terminal that cannot show a character gets a question mark, not an error in the middle of an answer.
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]
-    named = [name for name in sys.argv[1:2] if name in COMMANDS]
+    named = [name for name in sys.argv[1:2] if name in NAMES]
     try:
-        build(named or COMMANDS)(prog_name="outpace")
+        build(named or NAMES)(prog_name="outpace")
     except SystemExit as end:
         leave(end)
         raise

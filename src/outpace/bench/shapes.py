@@ -1,0 +1,105 @@
+"""Models of true sizes with random weights, made as fast as memory can be written: for measuring speed, not for text.
+
+The sizes are those of the models' published config.json files. Weights are random bytes laid out as the blocks of a
+quantised file, so that nothing has to be rounded; each tensor is made when the backend takes it and never kept.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from ..config import ModelConfig
+from ..models.names import expected_tensors
+from ..types import ModelError, UsageError
+from ..weights.formats import KINDS
+from ..weights.tensor import Tensor
+from ..weights.weight_map import WeightMap
+
+
+def _qwen3(hidden: int, inner: int, layers: int, heads: int) -> ModelConfig:
+    return ModelConfig(
+        vocab_size=151936,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=40960,
+        tie_word_embeddings=True,
+    )
+
+
+SHAPES = {
+    "smollm2-135m": ModelConfig(
+        architecture="llama",
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        head_dim=64,
+        max_position_embeddings=8192,
+        rms_norm_eps=1e-5,
+        rope_theta=1e5,
+        tie_word_embeddings=True,
+        qk_norm=False,
+    ),
+    "qwen3-0.6b": _qwen3(1024, 3072, 28, 16),
+    "qwen3-1.7b": _qwen3(2048, 6144, 28, 16),
+    "qwen3-4b": _qwen3(2560, 9728, 36, 32),
+}
+KIND_OF_BITS = {8: "Q8_0", 4: "Q4_0"}
+
+
+def shape(name: str) -> ModelConfig:
+    """The configuration of a named shape. Raises UsageError for a name that is not in SHAPES."""
+    if name not in SHAPES:
+        raise UsageError(f"unknown shape {name!r}; there are {', '.join(SHAPES)}")
+    return SHAPES[name]
+
+
+def random_weights(config: ModelConfig, bits: int) -> WeightMap:
+    """Every tensor that the configuration demands: matrices of random bytes (all of them, embedding and head too, at
+    `bits` 8 or 4), vectors of ones. Raises UsageError for other bits."""
+    if bits not in KIND_OF_BITS:
+        raise UsageError(f"bits must be 8 or 4, got {bits!r}")
+    return _RandomWeights(config, KIND_OF_BITS[bits])
+
+
+class _RandomWeights(WeightMap):
+    def __init__(self, config: ModelConfig, kind: str) -> None:
+        super().__init__({})
+        self._shapes = expected_tensors(config)
+        self._kind = kind
+        size = KINDS[kind].size
+        # Blocks of a float16 scale and random weights; a large matrix repeats them, which no kernel can notice.
+        blocks = np.random.default_rng(0).integers(0, 256, (1 << 14, size), dtype=np.uint8)
+        scales = np.float16(1e-3) * np.linspace(0.5, 1.5, len(blocks), dtype=np.float16)
+        blocks[:, :2] = scales.astype("<f2").view(np.uint8).reshape(-1, 2)
+        self._blocks = blocks
+
+    def take_tensor(self, name: str) -> Tensor:
+        """Makes the tensor. Raises ModelError when the model has none of that name, or it was taken."""
+        if name not in self._shapes:
+            raise ModelError(f"the shape has no tensor {name!r}")
+        shape = self._shapes.pop(name)
+        if len(shape) == 1:
+            return Tensor.from_array(np.ones(shape, dtype=np.float32))
+        data = np.resize(self._blocks, (math.prod(shape) // KINDS[self._kind].block, self._blocks.shape[1]))
+        return Tensor(shape, self._kind, data.reshape(-1))
+
+    def has(self, name: str) -> bool:
+        return name in self._shapes
+
+    def keys(self) -> list[str]:
+        return list(self._shapes)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._shapes
+
+    def __len__(self) -> int:
+        return len(self._shapes)

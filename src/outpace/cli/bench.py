@@ -1,0 +1,176 @@
+"""`outpace bench kernels`: what a pass costs on this machine, beside what the machine could do at best."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .options import DEFAULT_MODEL
+from .terminal import note, show
+
+if TYPE_CHECKING:
+    from ..backends.native import NativeBackend
+
+
+def kernels(
+    model: Annotated[
+        str | None, typer.Argument(help="A name, a folder or a .gguf file.", show_default=DEFAULT_MODEL)
+    ] = None,
+    *,
+    shape: Annotated[
+        str | None,
+        typer.Option(help="In place of a model: qwen3-0.6b, qwen3-1.7b, qwen3-4b or smollm2-135m, random weights."),
+    ] = None,
+    bits: Annotated[int | None, typer.Option(help="Of the random weights: 8 or 4.", show_default="8")] = None,
+    context: Annotated[
+        list[int] | None,
+        typer.Option(help="Measure decoding after N tokens. Repeatable.", show_default="0, 1024, 4096"),
+    ] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads; all cores by default.")] = None,
+    seconds: Annotated[
+        float, typer.Option(help="Time for comparing row counts; the rest takes about twice that.")
+    ] = 12,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
+) -> None:
+    """Measures passes of 1 to 16 rows, decoding at several contexts and prompts, and the machine's own limits."""
+    from ..bench.kernels import CONTEXTS, measure_kernels
+    from ..types import UsageError
+
+    if shape is not None and model is not None:
+        raise UsageError("name a model or a --shape, not both")
+    if bits is not None and shape is None:
+        raise UsageError("--bits goes with --shape: a model has the bits of its file")
+    if not 0 < seconds <= 3600:
+        raise UsageError(f"--seconds must be above 0 and at most 3600, got {seconds:g}")
+    contexts = CONTEXTS if context is None else tuple(context)
+    if any(n < 0 for n in contexts):
+        raise UsageError("--context cannot be negative")
+    quiet = as_json or not sys.stderr.isatty()
+    label, target = open_target(model, shape, bits or 8, contexts, threads, quiet=quiet)
+
+    def progress(text: str) -> None:
+        if not quiet:
+            note(f"{text} ...")
+
+    # What was asked for is measured, however long it takes to fill.
+    patience = {} if context is None else {"patience": math.inf}
+    found = measure_kernels(target, contexts=contexts, seconds=seconds, progress=progress, **patience)
+    found = {"model": label, **found}
+    if as_json:
+        show(json.dumps(found) + "\n")
+    else:
+        print_report(found)
+
+
+def open_target(
+    model: str | None, shape: str | None, bits: int, contexts: tuple[int, ...], threads: int | None, *, quiet: bool
+) -> tuple[str, NativeBackend]:
+    """What to call it, and the model, opened for these contexts. Raises what loading raises."""
+    from .. import hub
+    from ..backends.native import NativeBackend
+    from ..bench import shapes
+    from ..models.loading import load_model
+
+    if shape is not None:
+        config = shapes.shape(shape)
+        label, weights = f"{shape}, {bits} bits, random weights", shapes.random_weights(config, bits)
+    else:
+        label = model or DEFAULT_MODEL
+        loaded = load_model(hub.resolve(label, progress=not quiet))
+        config, weights = loaded.config, loaded.weights
+    positions = min(config.max_position_embeddings, max(contexts, default=0) + 1024)
+    slots = len(contexts) + 2
+    return label, NativeBackend(config, weights, slots=slots, positions=positions, threads=threads)
+
+
+def print_report(found: dict[str, Any]) -> None:
+    """The figures as tables on stdout, the machine's limits first."""
+    from rich.console import Console
+
+    from ..types import size
+
+    machine, bandwidth, share = found["machine"], found["bandwidth"], found["share"]
+    big, same = bandwidth["big"], bandwidth["same_size"]
+    console = Console(highlight=False)
+
+    def line(name: str, text: str) -> None:
+        console.print(f"{name:<18}{text}", soft_wrap=True)
+
+    line("machine", f"{machine['processor']}, {machine['isa']}, {machine['threads']} threads")
+    line("model", found["model"])
+    line("reading", f"{gigabytes(big)} from {size(big['bytes'])}, {gigabytes(same)} from {size(same['bytes'])}")
+    peak = found["int8_peak"]
+    line("int8 peak", "not measured for these kernels" if peak is None else f"{peak / 1e12:.2f} Tops/s")
+    weights = found["weights"]
+    line("weights", f"{size(weights['bytes'])} in memory, {size(weights['pass'])} read by a pass of one row")
+    line(
+        "one row",
+        f"{share['of_big']:.0%} of the bandwidth over {size(big['bytes'])} ({share['of_big_best']:.0%} at best), "
+        f"{share['of_same_size']:.0%} over the weights' size ({share['of_same_size_best']:.0%})",
+    )
+    if found["int8_share"] is not None:
+        line("16 rows", f"{found['int8_share']:.0%} of the int8 peak")
+    rows = sorted(found["pass_ms"])
+    table(
+        f"whole forward, median of {found['rounds']} rounds",
+        ["rows", "ms", "ratio", "fastest ms", "ratio"],
+        [
+            [
+                str(n),
+                f"{found['pass_ms'][n]:.2f}",
+                f"{found['pass_ratio'][n]:.2f}",
+                f"{found['pass_min_ms'][n]:.2f}",
+                f"{found['pass_min_ms'][n] / found['pass_min_ms'][1]:.2f}",
+            ]
+            for n in rows
+        ],
+        console,
+    )
+    counts = sorted(found["stages_ms"])
+    table(
+        f"where the time goes, ms ({found['layers']} layers; in brackets for one)",
+        ["stage", *(f"{n} row{'s' if n > 1 else ''}" for n in counts)],
+        [
+            [
+                stage,
+                *(
+                    f"{found['stages_ms'][n][stage]:.2f}"
+                    + (
+                        f" ({found['stages_ms'][n][stage] / found['layers']:.3f})"
+                        if stage in ("projections", "attention", "mlp")
+                        else ""
+                    )
+                    for n in counts
+                ),
+            ]
+            for stage in ("projections", "attention", "mlp", "head", "rest")
+        ],
+        console,
+    )
+    speeds = [[f"decoding at {n}", f"{speed:.1f}"] for n, speed in sorted(found["decode"].items())]
+    speeds += [[f"prompt of {n}", f"{speed:.0f}"] for n, speed in sorted(found["prefill"].items())]
+    table("tokens a second", ["", "tokens/s"], speeds, console)
+    for text in found["left_out"]:
+        note(text)
+
+
+def gigabytes(entry: dict[str, float]) -> str:
+    """A bandwidth for people."""
+    return f"{entry['bytes_per_s'] / 1e9:.1f} GB/s"
+
+
+def table(title: str, columns: list[str], rows: list[list[str]], console: Any) -> None:
+    """One table: the first column names, the others are figures."""
+    from rich import box
+    from rich.table import Table
+
+    grid = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
+    for i, column in enumerate(columns):
+        grid.add_column(column, justify="right" if i else "left")
+    for row in rows:
+        grid.add_row(*row)
+    console.print(grid)

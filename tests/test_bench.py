@@ -1,0 +1,176 @@
+"""`outpace bench kernels`: the figures hang together. No time is compared with an absolute one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import tiny_folder
+from outpace import _native
+from outpace.backends.base import Rows
+from outpace.backends.native import STAGES, NativeBackend
+from outpace.bench import kernels, shapes
+from outpace.cli.app import build
+from outpace.config import ModelConfig
+from outpace.models.names import expected_tensors
+from outpace.types import UsageError
+
+TINY = ModelConfig(
+    vocab_size=96,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=2048,
+)
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "BIG_BUFFER", 1 << 22)
+    monkeypatch.setitem(shapes.SHAPES, "tiny", TINY)
+
+
+def measured(*args: str | Path) -> dict[str, Any]:
+    result = CliRunner().invoke(build(), ["bench", "kernels", "--seconds", "0.01", "--threads", "2", *map(str, args)])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def test_json_is_the_last_line_and_holds_what_is_documented() -> None:
+    found = measured("--shape", "tiny", "--bits", "4", "--json")
+    assert found["model"] == "tiny, 4 bits, random weights"
+    assert list(found["pass_ms"]) == [str(n) for n in range(1, 17)]
+    for n, ms in found["pass_ms"].items():
+        assert 0 < found["pass_min_ms"][n] <= ms
+        assert found["pass_ratio"][n] == pytest.approx(ms / found["pass_ms"]["1"])
+    assert set(found["decode"]) == {"0", "1024"}
+    assert found["left_out"] == ["context 4096: the model was opened for 2048"]
+    assert set(found["prefill"]) == {"64", "512"}
+    assert found["rounds"] >= 5
+    documented = {line.split()[0] for line in (kernels.measure_kernels.__doc__ or "").splitlines() if line[4:5].strip()}
+    assert set(found) - {"model", "pass_min_ms", "pass_ratio", "rounds"} <= documented
+
+
+def test_the_tables_begin_with_the_ceiling(tmp_path: Path) -> None:
+    folder = tiny_folder.write(tmp_path)
+    result = CliRunner().invoke(
+        build(), ["bench", "kernels", str(folder), "--seconds", "0.01", "--context", "0", "--context", "20"]
+    )
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert [line.split("  ")[0] for line in lines[:4]] == ["machine", "model", "reading", "int8 peak"]
+    assert "decoding at 20" in result.stdout
+    assert "\x1b" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("args", "part"),
+    [
+        (["model", "--shape", "tiny"], "not both"),
+        (["--bits", "4"], "--shape"),
+        (["--shape", "huge"], "unknown shape 'huge'"),
+        (["--shape", "tiny", "--bits", "3"], "8 or 4"),
+        (["--shape", "tiny", "--context", "-1"], "negative"),
+        (["--shape", "tiny", "--seconds", "0"], "--seconds"),
+        (["--shape", "tiny", "--threads", "0"], "threads"),
+    ],
+)
+def test_wrong_usage_is_one_line(args: list[str], part: str) -> None:
+    result = CliRunner().invoke(build(), ["bench", "kernels", *args])
+    assert result.exit_code == 2
+    assert part in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_random_weights_are_complete_and_of_the_size_that_is_said(bits: int) -> None:
+    target = NativeBackend(TINY, shapes.random_weights(TINY, bits), threads=1)
+    matrices = sum(
+        np.prod(shape) for name, shape in expected_tensors(TINY).items() if len(shape) == 2 and "embed" not in name
+    )
+    # One float16 scale for 32 weights; the embedding is not read, the head (96 outputs) fills whole blocks.
+    assert target.pass_bytes == matrices * bits / 8 + matrices / 16
+    logits = target.forward([Rows(target.new_slot(), [1, 2, 3])]).logits
+    assert np.isfinite(logits).all()
+    assert logits.std() > 0
+
+
+def test_a_tied_head_is_read_and_unused_experts_are_not() -> None:
+    small = {name: getattr(TINY, name) for name in TINY.__slots__}
+    tied = ModelConfig(**{**small, "tie_word_embeddings": True})
+    sparse = ModelConfig(
+        **{**small, "architecture": "qwen3_moe", "num_experts": 4, "num_experts_used": 2, "expert_ffn_size": 64}
+    )
+    read = {
+        name: NativeBackend(config, shapes.random_weights(config, 8), threads=1).pass_bytes
+        for name, config in {"untied": TINY, "tied": tied, "sparse": sparse}.items()
+    }
+    per_weight = 1 + 2 / 32
+    mlp, experts = 3 * 64 * 128 * per_weight, 2 * 3 * 64 * 64 * per_weight
+    router = 64 * 16 * 4  # float32, four outputs in a block of 16
+    assert read["tied"] == read["untied"]
+    assert read["sparse"] == read["untied"] + 2 * (experts + router - mlp)
+
+
+def test_stages_add_up_to_the_pass_and_cost_nothing_when_off() -> None:
+    target = NativeBackend(TINY, shapes.random_weights(TINY, 8), threads=2)
+    slot = target.new_slot()
+    target.forward([Rows(slot, [1])])
+    assert set(target.time_stages(True).values()) == {0.0}
+    target.forward([Rows(slot, [1, 2])])
+    stages = target.time_stages(False)
+    assert tuple(stages) == STAGES
+    assert all(seconds > 0 for seconds in stages.values())
+    target.forward([Rows(slot, [1])])
+    assert set(target.time_stages(False).values()) == {0.0}
+
+
+def test_bits_do_not_depend_on_the_clock() -> None:
+    target = NativeBackend(TINY, shapes.random_weights(TINY, 8), threads=2)
+    slot = target.new_slot()
+    plain = target.forward([Rows(slot, [5, 6])]).logits
+    target.time_stages(True)
+    assert (target.forward([Rows(slot, [5, 6])]).logits == plain).all()
+
+
+def test_jobs_run_in_turns_and_the_first_round_does_not_count() -> None:
+    calls: list[str] = []
+    times = kernels.in_turns([("a", lambda: calls.append("a")), ("b", lambda: calls.append("b"))], 0.0, least=3)
+    rounds = [set(calls[i : i + 2]) for i in range(0, len(calls), 2)]
+    assert all(found == {"a", "b"} for found in rounds)
+    assert {key: len(found) for key, found in times.items()} == {"a": len(rounds) - 1, "b": len(rounds) - 1}
+    assert len(rounds) - 1 == 3
+
+
+def test_the_ceiling_is_measured_and_refuses_nonsense() -> None:
+    reader = _native.Reader(1 << 20, 2)
+    assert (1 << 20) - 8 * 256 < reader.bytes <= 1 << 20
+    reader.read()
+    if _native.isa() in ("avx2", "avx512vnni"):
+        assert _native.int8_peak(1, 0.01) > 1e9
+    for bytes_, threads in ((0, 1), (1 << 50, 1), (1 << 20, 0), (1 << 20, 1000)):
+        with pytest.raises(ValueError, match=r"must be|too small"):
+            _native.Reader(bytes_, threads)
+    with pytest.raises(ValueError, match="seconds"):
+        _native.int8_peak(1, float("nan"))
+
+
+def test_a_model_that_is_too_small_is_refused() -> None:
+    target = NativeBackend(TINY, shapes.random_weights(TINY, 8), rows=8, threads=1)
+    with pytest.raises(UsageError, match="16 rows"):
+        kernels.measure_kernels(target, seconds=0.01)
+
+
+def test_a_context_that_would_take_too_long_is_left_out_and_said() -> None:
+    target = NativeBackend(TINY, shapes.random_weights(TINY, 8), threads=1)
+    found = kernels.measure_kernels(target, contexts=(0, 500), seconds=0.01, patience=0.0)
+    assert list(found["decode"]) == [0]
+    assert [text.split(":")[0] for text in found["left_out"]] == ["context 500"]
