@@ -60,6 +60,7 @@ void tile_int8(const Matrix& m, const uint8_t* block, const int8_t* x, const flo
             w += 512;
         }
         const Floats scale = load_scale<HALF>(scales, g);
+        const Floats lift = scale * fill(-ROUND);
         Floats offset;
         if constexpr (OFFSET) offset = load_scale<HALF>(offsets, g);
         unroll<R>([&](auto r) __attribute__((always_inline)) {
@@ -67,7 +68,12 @@ void tile_int8(const Matrix& m, const uint8_t* block, const int8_t* x, const flo
             std::memcpy(&start, meta + start_field * R + r, 4);
             Ints dot = fill(start);
             unroll<8>([&](auto j) __attribute__((always_inline)) { dot = dot4(dot, weights[j], x + r * 32 + j * 4); });
-            Floats part = scale * to_float(dot);
+            Floats part;
+            if constexpr (HALF) {
+                part = fma(scale, from_bits(dot), lift);
+            } else {
+                part = scale * to_float(dot - bits(fill(ROUND)));
+            }
             if constexpr (OFFSET) part = fma(offset, fill(meta[Panels::SUM * R + r]), part);
             sums[r] = fma(fill(meta[Panels::D * R + r]), part, sums[r]);
         });
@@ -190,7 +196,7 @@ void quantise(const float* x, int n, const Panels& to, int row) {
             q[i] = static_cast<int8_t>(whole[i]);
             total += q[i];
         }
-        const int32_t starts[3] = {0, -8 * total, -128 * total};
+        const int32_t starts[3] = {0x4B400000, 0x4B400000 - 8 * total, 0x4B400000 - 128 * total};
         meta[Panels::D * rows] = amax / 127.0f;
         meta[Panels::SUM * rows] = static_cast<float>(total);
         std::memcpy(meta + Panels::START_0 * rows, starts, 4);
