@@ -35,7 +35,8 @@ import numpy as np
 
 from outpace.api import load_tokenizer
 from outpace.backends.base import Rows
-from outpace.backends.native import NativeBackend, usable_cores
+from outpace.backends.cores import usable_cores
+from outpace.backends.native import NativeBackend
 from outpace.bench.kernels import processor, tokens
 from outpace.models.loading import load_model
 

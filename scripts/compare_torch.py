@@ -20,7 +20,8 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from outpace.backends.base import Rows
-from outpace.backends.native import NativeBackend, usable_cores
+from outpace.backends.cores import usable_cores
+from outpace.backends.native import NativeBackend
 from outpace.bench import shapes
 from outpace.bench.kernels import in_turns, processor, read_prompt, tokens
 

@@ -65,6 +65,8 @@ class TableBackend:
         return slot
 
     def free_slot(self, slot: int) -> None:
+        if slot not in self._held:
+            raise UsageError(f"slot {slot} is not open")
         del self._held[slot]
 
     def fork_slot(self, slot: int) -> int:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import tiny
 from outpace.config import ModelConfig, Qwen3Config, RopeScaling
+from outpace.json_file import read_json
 from outpace.models.rotary import rotary_frequencies
 from outpace.types import ModelError
 
@@ -262,6 +263,9 @@ def test_damaged_json_is_named(tmp_path: Path, raw: bytes, word: str) -> None:
 def test_missing_json_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"config\.json: cannot be read"):
         ModelConfig.from_hf(tmp_path)
+    assert read_json(tmp_path / "config.json", missing={"a": 1}) == {"a": 1}
+    with pytest.raises(ModelError, match="cannot be read"):
+        read_json(tmp_path, missing={})  # there, but no file
 
 
 JUNK = st.one_of(

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from fakes import FunctionDrafter, TableBackend, oracle_drafter, random_drafter, table_logits, wrong_drafter
 from outpace import decode
 from outpace.backends.base import Rows
-from outpace.controller import Controller, Track
+from outpace.controller import FIXED_DRAFT, Controller, Track
 from outpace.decode import Decoder, Request
 from outpace.drafters import Drafter, DraftModelDrafter, NgramDrafter, State, SuffixDrafter
 from outpace.engine import Engine
@@ -456,6 +456,19 @@ def test_the_controllers_choice_is_the_best_of_all_lengths() -> None:
         best = max(rate(lengths) for lengths in itertools.product(range(7), repeat=2))
         assert any(chosen)
         assert rate(chosen) == pytest.approx(best, rel=1e-9)
+
+
+def test_steady_requests_draft_a_fixed_length_in_any_company() -> None:
+    controller = Controller()
+    steady, free = Track(steady=True), Track()
+    assert controller.lengths([steady], [9]) == [FIXED_DRAFT]
+    assert controller.lengths([steady], [2]) == [2]
+    assert controller.lengths([steady, free], [9, 9]) == [FIXED_DRAFT, 0]  # the other's plain round comes first
+    controller.observe(2 + FIXED_DRAFT, 1.0, FIXED_DRAFT, 0.0)
+    fixed, chosen = controller.lengths([steady, free], [9, 9])
+    assert (fixed, chosen > 0) == (FIXED_DRAFT, True)
+    assert controller.lengths([steady, free, Track()], [9, 0, 0]) == [FIXED_DRAFT, 0, 0]
+    assert Controller(2).lengths([steady, free], [9, 9]) == [2, 2]
 
 
 def test_costs_between_and_beyond_measurements() -> None:

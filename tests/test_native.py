@@ -511,10 +511,6 @@ def test_nan_weights_give_nan_and_no_crash(precision):
         assert np.isnan(run(backend, backend.new_slot(), ids(20)).logits).all()
 
 
-def test_usable_cores_are_at_least_one():
-    assert 1 <= native.usable_cores() <= 256
-
-
 # ------------------------------------------------------------------------------------------------ kernel families
 
 _PRINT_BITS = """

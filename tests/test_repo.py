@@ -16,6 +16,7 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 # A part may import parts of the rows above its own, and itself. The parts of one row do not know each other.
 LAYERS = (
     ("types",),
+    ("json_file",),
     ("config", "text", "sampling", "verify", "controller", "hub"),
     ("weights", "cache"),
     ("models",),

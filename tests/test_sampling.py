@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from outpace.sampling import Noise, Sampler, Stream, distribution, exponentials, generation_defaults
-from outpace.types import Distribution, ModelError, NumericalError, SampleOpts, UsageError
+from outpace.types import Distribution, Draft, ModelError, NumericalError, SampleOpts, UsageError
 
 LOGITS = np.array([1.0, 3.0, 2.0, -1.0, 3.0, 0.5], dtype=np.float32)
 
@@ -304,3 +304,22 @@ def test_the_callers_options_override_the_models() -> None:
     assert generation_defaults({"repetition_penalty": 1.1, "top_k": 9}) == {"repetition_penalty": 1.1, **greedy}
     with pytest.raises(ModelError, match="top_p"):
         generation_defaults({"do_sample": True, "top_p": 7})
+
+
+def test_rows_of_the_sampler_are_not_looked_through_again() -> None:
+    """... and those of others are, unless they say that they vouch for them."""
+    logits = np.random.default_rng(0).standard_normal(1000).astype(np.float32)
+    for opts in (
+        SampleOpts(temperature=0.7),
+        SampleOpts.greedy(),
+        SampleOpts(temperature=2.0, top_p=0.5, typical_p=0.9),
+    ):
+        row = distribution(logits, opts)
+        assert row.sound
+        assert Distribution(row.tokens, row.probs).is_sound()
+    tokens, probs = np.array([1, 2]), np.array([0.5, 0.6])
+    assert not Distribution(tokens, probs).is_sound()
+    with pytest.raises(UsageError, match="cannot have been drawn from"):
+        Draft((1,), (Distribution(tokens, probs),)).checked(5)
+    with pytest.raises(UsageError, match="cannot have been drawn from"):
+        Draft((3,), (Distribution(tokens, np.array([0.5, 0.5]), sound=True),)).checked(5)

@@ -180,6 +180,11 @@ def test_other_kinds_of_tokenizer_are_refused(tmp_path):
         Tokenizer.from_folder(tmp_path)
 
     del data["model"]["vocab"]["far"]
+    data["model"]["dropout"] = 0.1
+    (tmp_path / "tokenizer.json").write_text(json.dumps(data))
+    with pytest.raises(ModelError, match="BPE dropout, which makes the ids random"):
+        Tokenizer.from_folder(tmp_path)
+    data["model"]["dropout"] = None
     data["decoder"] = {"type": "Fuse"}
     (tmp_path / "tokenizer.json").write_text(json.dumps(data))
     with pytest.raises(ModelError, match="its decoder is Fuse; only byte-level"):

@@ -28,11 +28,12 @@ from .controller import MAX_DRAFT, Controller
 from .decode import Decoder, Request
 from .drafters import Drafter, DraftModelDrafter, NgramDrafter, SuffixDrafter
 from .engine import Engine
+from .json_file import read_json
 from .models.loading import LoadedModel, load_model
 from .sampling import generation_defaults
 from .text.stream import TextStream
 from .text.template import ChatTemplate, encode_chat
-from .text.tokenizer import Tokenizer, read_json, same_vocabulary
+from .text.tokenizer import Tokenizer, same_vocabulary
 from .types import F32, ModelError, SampleOpts, Stats, TokenLogprobs, UsageError
 from .weights.relaid import Relaid
 
@@ -192,7 +193,7 @@ def load_defaults(loaded: LoadedModel) -> dict[str, Any]:
     folder = loaded.path if loaded.path.is_dir() else loaded.path.parent
     file = folder / "generation_config.json"
     try:
-        return generation_defaults(read_json(file))
+        return generation_defaults(read_json(file, missing={}))
     except UsageError as error:
         raise ModelError(f"{file}: {error}") from None
 

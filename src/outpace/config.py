@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .config_fields import BIG, INT_RANGES, MAX_EXPERTS_IN_ALL, check_int, check_number, read_json, show
+from .config_fields import BIG, INT_RANGES, MAX_EXPERTS_IN_ALL, check_int, check_number, show
+from .json_file import read_json
 from .types import ModelError
 
 ARCHITECTURES = ("qwen3", "qwen3_moe", "qwen2", "qwen2_moe", "llama")

@@ -5,17 +5,14 @@ Neighbours: config.py keeps its own fields within these ranges; config_hf.py and
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from .types import ModelError
 
-MAX_JSON_BYTES = 16 << 20  # a config.json has a few kilobytes; more is not a configuration
 BIG = 2**31 - 1
 MAX_EXPERTS_IN_ALL = 2**17  # layers * experts: bounds the list of tensor names
 INT_RANGES = {  # field: (lowest, highest) allowed value; the upper ends bound what a hostile file can ask for
@@ -36,24 +33,6 @@ INT_RANGES = {  # field: (lowest, highest) allowed value; the upper ends bound w
     "bos_token_id": (0, BIG),
     "pad_token_id": (0, BIG),
 }
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file that holds one object. Raises ModelError when it is missing, too big, damaged or something else."""
-    try:
-        with path.open("rb") as file:
-            raw = file.read(MAX_JSON_BYTES + 1)
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read: {error.strerror or error}") from None
-    if len(raw) > MAX_JSON_BYTES:
-        raise ModelError(f"{path}: is larger than {MAX_JSON_BYTES >> 20} MiB, which no such file needs")
-    try:
-        data = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: is not valid JSON: {str(error)[:200]}") from None
-    if not isinstance(data, dict):
-        raise ModelError(f"{path}: must hold a JSON object, got {type(data).__name__}")
-    return data
 
 
 def show(value: object) -> str:

@@ -33,9 +33,11 @@ _PROBE_FIRST, _PROBE_LAST = 16, 512  # rounds without drafts before one is tried
 class Track:
     """One request's acceptance by draft position: decayed counts of trials and successes.
 
+    steady: its tokens depend on the length of its drafts, which is therefore always FIXED_DRAFT.
     gains[i]: chance that draft token i is accepted given that those before it are (the expected gain of a row).
     """
 
+    steady: bool = False
     tried: list[float] = field(default_factory=lambda: [0.0] * MAX_DRAFT)
     kept: list[float] = field(default_factory=lambda: [0.0] * MAX_DRAFT)
     gains: list[float] = field(default_factory=lambda: [_PRIOR_GAIN] * MAX_DRAFT)
@@ -83,14 +85,23 @@ class Controller:
         """Draft length for each request, at most its limit. Expected tokens per second is at its maximum."""
         if self.fixed is not None:
             return [min(self.fixed, limit) for limit in limits]
+        lengths = [min(FIXED_DRAFT, n) if track.steady else 0 for track, n in zip(tracks, limits, strict=True)]
+        free = [i for i, track in enumerate(tracks) if not track.steady and limits[i] > 0]
+        base = len(tracks) + sum(lengths)
+        chosen = self._chosen(base, len(tracks), [tracks[i] for i in free], [limits[i] for i in free])
+        for i, n in zip(free, chosen, strict=True):
+            lengths[i] = n
+        return lengths
+
+    def _chosen(self, base: int, sure: int, tracks: Sequence[Track], limits: Sequence[int]) -> list[int]:
+        """Lengths by evidence for requests that can use a draft. base: rows of the pass without, sure: its tokens."""
         none = [0] * len(tracks)
-        if not any(limit > 0 for limit in limits):
+        if not tracks:
             return none
-        base = len(tracks)
         if base not in self._passes or self._since_plain.get(base, 0) >= _ANCHOR_EVERY:
             self._since_plain[base] = 0
             return none
-        best = self._best(tracks, limits)
+        best = self._best(base, sure, tracks, limits)
         if any(best):
             self._since_plain[base] = self._since_plain.get(base, 0) + 1
             if self._idle and self._idle < self._patience:
@@ -101,18 +112,17 @@ class Controller:
         if self._idle < self._patience:
             return none
         self._idle, self._patience = 0, min(2 * self._patience, _PROBE_LAST)
-        ready = max((i for i, limit in enumerate(limits) if limit > 0), key=lambda i: tracks[i].gains[0])
-        return [min(2, limits[i]) if i == ready else 0 for i in range(base)]
+        ready = max(range(len(tracks)), key=lambda i: tracks[i].gains[0])
+        return [min(2, limits[i]) if i == ready else 0 for i in range(len(tracks))]
 
-    def _best(self, tracks: Sequence[Track], limits: Sequence[int]) -> list[int]:
-        base = len(tracks)
+    def _best(self, base: int, sure: int, tracks: Sequence[Track], limits: Sequence[int]) -> list[int]:
         costs = self._costs(base, base + sum(min(limit, MAX_DRAFT) for limit in limits))
         draft_s = self._draft.value
-        chosen, order = [0] * base, []
+        chosen, order = [0] * len(tracks), []
         # (minus the chance that the request's next row is reached and accepted, the request)
-        heap = [(-track.gains[0], i) for i, track in enumerate(tracks) if limits[i] > 0]
+        heap = [(-track.gains[0], i) for i, track in enumerate(tracks)]
         heapq.heapify(heap)
-        expected = float(base)
+        expected = float(sure)
         best_rate, best_count = expected / costs[0], 0
         while heap:
             reach, i = heapq.heappop(heap)
@@ -124,7 +134,7 @@ class Controller:
                 best_rate, best_count = rate, len(order)
             if chosen[i] < min(limits[i], MAX_DRAFT):
                 heapq.heappush(heap, (reach * tracks[i].gains[chosen[i]], i))
-        return [order[:best_count].count(i) for i in range(base)]
+        return [order[:best_count].count(i) for i in range(len(tracks))]
 
     def pass_cost(self, rows: int) -> float:
         """Seconds of a pass with this many rows: measured, interpolated or scaled by the prior. In units of a one-row

@@ -70,6 +70,7 @@ class Request:
         self.tokens = list(self.prompt)
         self.state = State(self.tokens, self.sampler)
         self.stats.prompt_tokens = len(self.prompt)
+        self.track.steady = self.opts.rule != "match" and bool(self.opts.temperature)
 
     def begin(self, slot: int, read: int) -> None:
         """Gives the request its slot, which already holds the prompt's first `read` tokens."""
@@ -207,10 +208,6 @@ class Decoder:
         room = self.target.capacity.rows - sum(len(share.reading) for share in shares)
         limits = [self._limit(share.request, room // len(willing)) for share in willing]
         lengths = self.controller.lengths([share.request.track for share in willing], limits)
-        for i, share in enumerate(willing):
-            # The distribution-only rules keep a fixed length: their tokens depend on it.
-            if share.request.opts.rule != "match" and share.request.opts.temperature and self.controller.fixed is None:
-                lengths[i] = min(FIXED_DRAFT, limits[i])
         wanted = [(share, n) for share, n in zip(willing, lengths, strict=True) if n > 0]
         try:
             drafts = self.drafter.propose([(share.request.state, n) for share, n in wanted]) if wanted else []

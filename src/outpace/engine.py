@@ -159,16 +159,15 @@ class Engine:
     def _admit(self, request: Request) -> None:
         # At least the prompt's last token is read again: its logits choose the first token of the answer. Taps are
         # wanted for every token, so such a request reads its whole prompt.
-        slot, held = self._slots.open(request.prompt[:-1], reuse=not request.taps)
+        slot, held = self._slots.open(request, request.prompt[:-1], reuse=not request.taps)
         request.begin(slot, held)
 
     def _release(self, request: Request) -> None:
         # Ctrl-C may come between any two lines: what is still among the running is released once more.
-        if request.slot >= 0:  # else interrupted while it was admitted
-            if request.error is None:
-                self._slots.close(request.slot, request.tokens)
-            else:
-                self._slots.drop(request.slot)
+        if request.error is None and request.slot >= 0:
+            self._slots.close(request, request.tokens)
+        else:  # failed, or interrupted while it was admitted: nobody knows what the slot holds
+            self._slots.drop(request)
         try:
             if self.decoder.drafter is not None:
                 self.decoder.drafter.forget(request.state)

@@ -118,7 +118,7 @@ def distribution(logits: F32, opts: SampleOpts) -> Distribution:
     if top == -math.inf:
         raise NumericalError("no token is left to choose from: the masks exclude the whole vocabulary")
     if not opts.temperature:
-        return Distribution(np.array([best], dtype=np.int64), np.ones(1))
+        return Distribution(np.array([best], dtype=np.int64), np.ones(1), sound=True)
     with np.errstate(over="ignore"):  # at a tiny temperature what is not the best goes to -inf
         weights = np.exp((logits.astype(np.float64) - top) / opts.temperature)
     tokens = np.flatnonzero(weights)
@@ -129,7 +129,7 @@ def distribution(logits: F32, opts: SampleOpts) -> Distribution:
         if chosen is not None:
             tokens, probs = tokens[chosen], probs[chosen]
             probs = probs / probs.sum()
-    return Distribution(tokens, probs)
+    return Distribution(tokens, probs, sound=True)
 
 
 def _filters(opts: SampleOpts) -> Iterable[Any]:

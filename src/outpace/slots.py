@@ -5,84 +5,108 @@ Neighbours: engine.py opens the target's slots here, drafters/draft_model.py tho
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 
 from .backends.base import Backend
-from .types import CapacityError, RewindError
+from .types import CapacityError, RewindError, UsageError
 
 
 class SlotPool:
-    """Opens and closes slots of one backend. Idle slots together hold at most one context's worth of tokens."""
+    """Opens and closes slots of one backend. Idle slots together hold at most one context's worth of tokens.
+
+    Every slot is the pool's, from the line that opens it: it is either some owner's (any hashable object, one slot
+    each) or idle. So Ctrl-C between any two lines loses none, when `close` or `drop` is called for the owner after it.
+    """
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
+        self._used: dict[Hashable, int] = {}
         self._idle: dict[int, list[int]] = {}  # the tokens that each idle slot holds, least recently used first
+        self._leaving: set[int] = set()  # being freed; not empty only after an interruption
 
-    def open(self, tokens: Sequence[int], *, reuse: bool = True) -> tuple[int, int]:
-        """A slot for a text, and how many of these tokens it already holds (all of them at most).
+    def open(self, owner: Hashable, tokens: Sequence[int], *, reuse: bool = True) -> tuple[int, int]:
+        """A slot for the owner's text, and how many of these tokens it already holds (all of them at most).
 
         reuse False: an empty slot. Raises CapacityError when every slot is in use.
         """
+        self.drop(owner)  # what an interrupted call may have left
         shared = {slot: common_prefix(held, tokens) for slot, held in self._idle.items()} if reuse else {}
         best = max(shared, key=shared.__getitem__, default=None)
-        if best is not None and shared[best] > 0:
-            found = self._continue(best, shared[best])
-            if found is not None:
-                return found, shared[best]
+        if best is not None and shared[best] > 0 and self._continue(owner, best, shared[best]):
+            return self._used[owner], shared[best]
+        self._used[owner] = self._make(self.backend.new_slot)
+        return self._used[owner], 0
+
+    def _continue(self, owner: Hashable, slot: int, length: int) -> bool:
+        """Gives the owner an idle slot cut back to `length` tokens; a copy of it where that would lose a text that may
+        go on. False, and nothing given, where the slot's state cannot go back."""
+        if length < len(self._idle[slot]):
+            with suppress(CapacityError):  # no place for two
+                self._used[owner] = self._make(lambda: self.backend.fork_slot(slot), keep=slot)
+                self._idle[slot] = self._idle.pop(slot)  # most recently used
+        if owner not in self._used:
+            self._used[owner] = slot
+            del self._idle[slot]
+        try:
+            self.backend.truncate(self._used[owner], length)
+        except RewindError:
+            self.drop(owner)
+            return False
+        return True
+
+    def _make(self, make: Callable[[], int], keep: int | None = None) -> int:
+        """A slot as `make` opens it. Idle ones but `keep` make room, the oldest first; CapacityError without any."""
         while True:
             try:
-                return self.backend.new_slot(), 0
+                return make()
             except CapacityError:
-                if not self._idle:
+                oldest = next((slot for slot in self._idle if slot != keep), None)
+                if oldest is None:
                     raise
-                self._evict()
+            self._free(oldest)
 
-    def _continue(self, slot: int, length: int) -> int | None:
-        """The idle slot cut back to `length` tokens; a copy of it where that would lose a text that may go on."""
-        held = self._idle.pop(slot)
-        if length < len(held):
-            try:
-                copy = self.backend.fork_slot(slot)
-                self._idle[slot] = held  # most recently used
-                slot = copy
-            except CapacityError:
-                if self._idle:  # the oldest makes room, this one stays
-                    self._evict()
-                    self._idle[slot] = held
-                    slot = self.backend.fork_slot(slot)
-        try:
-            self.backend.truncate(slot, length)
-        except RewindError:  # a state that cannot go back: of no use for this text
-            self.drop(slot)
-            return None
-        return slot
-
-    def close(self, slot: int, tokens: Sequence[int]) -> None:
-        """The text has ended; the slot holds (at least) the first of these tokens and is kept for the next one."""
+    def close(self, owner: Hashable, tokens: Sequence[int]) -> None:
+        """The owner's text has ended; its slot holds (at least) the first of these tokens and is kept for the next
+        one. Nothing happens to an owner without a slot."""
+        slot = self._used.get(owner)
+        if slot is None:
+            return
         self._idle[slot] = list(tokens[: self.backend.length(slot)])
+        del self._used[owner]
         while sum(map(len, self._idle.values())) > self.backend.capacity.positions:
-            self._evict()
+            self._free(next(iter(self._idle)))
 
-    def drop(self, slot: int) -> None:
-        """Frees a slot whose contents are of no use."""
-        self.backend.free_slot(slot)
+    def drop(self, owner: Hashable) -> None:
+        """Frees the owner's slot, whose contents are of no use. Nothing happens to an owner without one."""
+        if owner in self._used:
+            self._leaving.add(self._used[owner])
+            del self._used[owner]
+        self._free_leaving()
 
     def clear(self) -> bool:
         """Frees all idle slots; False when there were none."""
         found = bool(self._idle)
         while self._idle:
-            self._evict()
+            self._free(next(iter(self._idle)))
+        self._free_leaving()
         return found
 
-    def _evict(self) -> None:
-        slot = next(iter(self._idle))
-        del self._idle[slot]
-        self.backend.free_slot(slot)
+    def _free(self, slot: int) -> None:
+        self._leaving.add(slot)
+        self._free_leaving()
+
+    def _free_leaving(self) -> None:
+        for slot in list(self._leaving):
+            self._idle.pop(slot, None)
+            with suppress(UsageError):  # not open any more: interrupted right after this
+                self.backend.free_slot(slot)
+            self._leaving.discard(slot)
 
 
-def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens the two sequences share from the start."""
+def common_prefix(a: Sequence[int], b: Sequence[int], start: int = 0) -> int:
+    """How many tokens the two sequences share from the start. start: so many are known to be shared."""
     n = min(len(a), len(b))
-    if list(a[:n]) == list(b[:n]):  # the usual case, compared at once
+    if list(a[start:n]) == list(b[start:n]):  # the usual case, compared at once
         return n
-    return next(i for i in range(n) if a[i] != b[i])
+    return next(i for i in range(start, n) if a[i] != b[i])

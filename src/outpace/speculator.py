@@ -110,7 +110,8 @@ class Qwen3Generator:
 
     def decode_get_logits(self, token: int) -> F32:
         """One cached step: appends a token, returns the logits after it. Raises UsageError before a prefill."""
-        self._logits = self.read([*self._sequence(), token], [], 1)[0]
+        sequence = self._sequence()
+        self._logits = self.read([*sequence, token], [], 1, agreed=len(sequence))[0]
         return self._logits
 
     def generate_cached(self, max_tokens: int, opts: SampleOpts | None = None) -> list[int]:
@@ -154,10 +155,11 @@ class Qwen3Generator:
             self.read(context[:-1], [], 1)
         return self._hidden[: len(context) - 1]
 
-    def read(self, context: Sequence[int], ahead: Sequence[int], rows: int) -> F32:
+    def read(self, context: Sequence[int], ahead: Sequence[int], rows: int, *, agreed: int = 0) -> F32:
         """Makes the model read context and `ahead`, recomputing only what its cache does not hold.
 
-        Returns the logits of the last `rows` rows, float32 [rows, vocab_size]. One pass, but for a long prompt.
+        agreed: so many tokens are known to be those of the last call, and are not compared again. Returns the logits of
+        the last `rows` rows, float32 [rows, vocab_size]. One pass, but for a long prompt.
         """
         sequence = [*context, *ahead]
         if not context:
@@ -165,7 +167,8 @@ class Qwen3Generator:
         if len(sequence) > self.backend.capacity.positions:
             raise CapacityError(f"{len(sequence)} tokens do not fit the context of {self.backend.capacity.positions}")
         held = [*self._tokens, *self._pending]
-        keep = common_prefix(held, sequence[: len(sequence) - rows])
+        most = len(sequence) - rows
+        keep = min(common_prefix(held, sequence, min(agreed, most, len(held))), most)
         if keep < len(self._tokens):
             self.backend.truncate(self._slot, keep)
         else:
@@ -215,8 +218,9 @@ class Qwen3Speculator:
         sampler = self._sampler(context)
         tokens: list[int] = []
         rows: list[F64] = []
-        for _ in range(n):
-            token, row = self._choose(sampler, self.generator.read(context, tokens, 1)[0], tokens)
+        for i in range(n):
+            agreed = len(context) if i else 0
+            token, row = self._choose(sampler, self.generator.read(context, tokens, 1, agreed=agreed)[0], tokens)
             tokens.append(token)
             rows.append(row)
         return DraftProposal(tokens, self._stack(rows), drawn=self._sampling)

@@ -14,6 +14,7 @@ from ..config import ModelConfig
 from ..models.names import EMBEDDING, HEAD, expected_tensors, is_matrix
 from ..types import CapacityError, size
 from ..weights.weight_map import WeightMap
+from .cgroups import OF, ROOT, control_groups
 
 OUTS, GROUP, BLOCK = 16, 32, 64  # outputs of a block, weights of a group, positions of a cache block
 ROWS = 512  # of a pass over a long prompt
@@ -107,33 +108,21 @@ def _system() -> int | None:
         return None
 
 
-def _groups(root: Path = Path("/sys/fs/cgroup"), of: Path = Path("/proc/self/cgroup")) -> list[int]:
+def _groups(root: Path = ROOT, of: Path = OF) -> list[int]:
     """What the process's control groups, and those around them, leave it. Pages of files can be given back."""
-    try:
-        lines = of.read_text().splitlines()
-    except OSError:
-        return []
     left = []
-    for line in lines:
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        base = root / "memory" if controllers else root
+    for folder, version in control_groups("memory", root, of):
         limit, used, cached = (
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            if controllers
+            if version == 1
             else ("memory.max", "memory.current", "inactive_file")
         )
-        group = base / path.strip("/")
-        # Inside a container the path may be the host's: then the limits lie at the root.
-        for folder in {base, group, *(parent for parent in group.parents if parent.is_relative_to(base))}:
-            try:
-                most = int((folder / limit).read_text())
-                now = int((folder / used).read_text())
-            except (OSError, ValueError):  # no such group, or "max"
-                continue
-            left.append(most - now + _field(folder / "memory.stat", cached))
+        try:
+            most = int((folder / limit).read_text())
+            now = int((folder / used).read_text())
+        except (OSError, ValueError):  # no such group, or "max"
+            continue
+        left.append(most - now + _field(folder / "memory.stat", cached))
     return left
 
 

@@ -7,12 +7,9 @@ into arrays; every check of a pass is made once, in C++, before anything changes
 
 from __future__ import annotations
 
-import math
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from pathlib import Path
 from typing import Literal, TypeVar
 
 import numpy as np
@@ -25,6 +22,7 @@ from ..types import F32, CapacityError, ModelError, OutpaceError, RewindError, U
 from ..weights.relaid import Part, Relaid
 from ..weights.weight_map import WeightMap
 from .base import Capacity, Pass, Rows
+from .cores import usable_cores
 
 try:
     from .. import _native
@@ -43,7 +41,7 @@ class NativeBackend:
 
     precision: "int8" holds matrices in groups of 32 (exactly, where the file's kind allows it; rounded otherwise) and
     rounds activations to 8 bits; "f32" keeps everything in float32. slots: sequences at once. positions: tokens a slot
-    holds; the model's own limit by default. rows: rows a pass takes. threads: 1 to 256; None: the usable cores. Memory
+    holds; the model's own limit by default. rows: rows a pass takes. threads: 1 to 256; None: as cores.py says. Memory
     for the cache grows with use. The environment variable OUTPACE_ISA forces a kernel family (avx512vnni, avx2,
     portable). relaid: where the weights are kept as the kernels read them; with "int8" they are mapped from there, or
     written there for the next time. The results are the same, bit by bit.
@@ -238,28 +236,6 @@ class NativeBackend:
             q, scale = np.ascontiguousarray(groups.q), np.ascontiguousarray(groups.scale)
             offset = None if groups.offset is None else np.ascontiguousarray(groups.offset)
             _guard(lambda: self._model.put_int8(name, q, scale, offset, shape[1]))
-
-
-def usable_cores() -> int:
-    """Cores that this process may use: its affinity, cut by a control group's quota (cgroup v2 or v1)."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _quota()
-    return max(1, min(cores, 256, cores if quota is None else math.ceil(quota)))
-
-
-def _quota() -> float | None:
-    """CPUs that the control group grants, None for no limit."""
-    try:
-        limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return None if limit == "max" else int(limit) / int(period)
-    except (OSError, ValueError, ZeroDivisionError):
-        pass
-    try:
-        folder = Path("/sys/fs/cgroup/cpu")
-        limit, period = ((folder / f"cpu.cfs_{part}_us").read_text() for part in ("quota", "period"))
-        return int(limit) / int(period) if int(limit) > 0 else None
-    except (OSError, ValueError, ZeroDivisionError):
-        return None
 
 
 def _guard(call: Callable[[], T]) -> T:

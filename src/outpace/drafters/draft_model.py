@@ -19,10 +19,11 @@ from .base import State
 
 @dataclass(slots=True)
 class _Cached:
-    """A request's slot in the draft model and the tokens that it holds."""
+    """A request's slot in the draft model and the tokens that it holds; the first `agreed` are the request's text."""
 
     slot: int
     tokens: list[int] = field(default_factory=list)
+    agreed: int = 0
 
 
 class DraftModelDrafter:
@@ -58,16 +59,17 @@ class DraftModelDrafter:
 
     def _sync(self, state: State) -> list[int]:
         """Cuts the slot back to the common prefix with the request's text; returns the tokens it still has to read."""
-        # At least the last token is read again: its logits are the first draft.
-        wanted = state.tokens[:-1]
         cached = self._cached.get(state)
         if cached is None:
-            slot, held = self._pool.open(wanted)
-            cached = self._cached[state] = _Cached(slot, wanted[:held])
-        same = common_prefix(cached.tokens, wanted)
+            slot, held = self._pool.open(state, state.tokens[:-1])
+            cached = self._cached[state] = _Cached(slot, state.tokens[:held], held)
+        # At least the last token is read again: its logits are the first draft. A text only grows, so what agreed once
+        # is not looked at again.
+        same = min(common_prefix(cached.tokens, state.tokens, cached.agreed), len(state.tokens) - 1)
         if same < self.model.length(cached.slot):
             self.model.truncate(cached.slot, same)
         del cached.tokens[same:]
+        cached.agreed = same
         return state.tokens[same:]
 
     def _advance(self, work: Sequence[tuple[State, list[int]]]) -> list[F32]:
@@ -99,9 +101,12 @@ class DraftModelDrafter:
         return [last[i] for i in range(len(work))]
 
     def forget(self, state: State) -> None:
-        cached = self._cached.pop(state, None)
+        cached = self._cached.get(state)
         if cached is not None:
-            self._pool.close(cached.slot, cached.tokens)
+            self._pool.close(state, cached.tokens)
+            del self._cached[state]
+        else:  # none, or interrupted while it was opened
+            self._pool.drop(state)
 
     def close(self) -> None:
         for state in list(self._cached):

@@ -16,8 +16,9 @@ from typing import Any
 
 import jinja2
 
+from outpace.json_file import read_json
 from outpace.text.sandbox import LimitError, RefusalError, Sandbox
-from outpace.text.tokenizer import Tokenizer, one_line, read_json, token_text
+from outpace.text.tokenizer import Tokenizer, one_line, token_text
 from outpace.types import ModelError, OutpaceError, UsageError
 
 Message = Mapping[str, Any]
@@ -58,8 +59,8 @@ class ChatTemplate:
         tokenizer_config.json. Raises ModelError naming the folder.
         """
         folder = Path(path)
-        config = read_json(folder / "tokenizer_config.json")
-        names = read_json(folder / "special_tokens_map.json") | config
+        config = read_json(folder / "tokenizer_config.json", missing={})
+        names = read_json(folder / "special_tokens_map.json", missing={}) | config
         source: Any = None
         try:
             if (folder / "chat_template.jinja").is_file():
@@ -67,7 +68,8 @@ class ChatTemplate:
                 for file in sorted((folder / "additional_chat_templates").glob("*.jinja")):
                     source[file.stem] = _text(file)
             else:
-                source = read_json(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
+                file = folder / "chat_template.json"
+                source = read_json(file, missing={}).get("chat_template") or config.get("chat_template")
             if isinstance(source, list):
                 source = {str(t.get("name")): t.get("template") for t in source if isinstance(t, Mapping)}
             if not source:

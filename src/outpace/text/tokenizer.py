@@ -21,8 +21,10 @@ from typing import Any
 
 import tokenizers
 
+from outpace.json_file import read_json
+from outpace.text.bpe import ShortTexts
 from outpace.text.detokenizer import Detokenizer
-from outpace.text.vocabulary import UNUSED, build_bpe, byte_characters
+from outpace.text.vocabulary import UNUSED, Vocabulary, byte_characters, read_vocabulary
 from outpace.types import ModelError, UsageError
 
 MAX_FILE_BYTES = 256 << 20
@@ -34,35 +36,40 @@ class Tokenizer:
 
     def __init__(
         self,
-        tokenizer: tokenizers.Tokenizer,
+        tokenizer: tokenizers.Tokenizer | Vocabulary,
         *,
         bos_id: int | None = None,
         eos_id: int | None = None,
         pad_id: int | None = None,
         end_ids: Sequence[int] = (),
         add_bos: bool = False,
-        tokens: Sequence[str] | None = None,
-        types: Sequence[int] | None = None,
     ) -> None:
-        """tokenizer: byte-level. end_ids: tokens that end a turn beside eos. tokens: the whole vocabulary by id, where
-        it is at hand (asking the tokenizer for it takes its time). types: GGUF token types, by id."""
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        if type(tokenizer.decoder).__name__ != "ByteLevel":
-            raise ModelError(
-                f"tokenizer.json: its decoder is {type(tokenizer.decoder).__name__}; only byte-level BPE is supported"
-            )
-        self._parsing = tokenizer  # control tokens written in the text become control tokens
-        self._plain: tokenizers.Tokenizer | None = None  # ... stay text; built when first needed
-        self._lock = threading.Lock()
-        added = tokenizer.get_added_tokens_decoder()
-        self.control_ids = frozenset(i for i, token in added.items() if token.special)
-        self._added = frozenset(added)
-        known: Sequence[str | None] | None = tokens
-        self._strings = list(_by_id(tokenizer.get_vocab(with_added_tokens=True)) if known is None else known)
+        """tokenizer: byte-level; the library's own, or a vocabulary, of which the library's is made when a text is too
+        long for bpe.py. end_ids: tokens that end a turn beside eos."""
+        self._vocabulary: Vocabulary | None = None
+        self._short: ShortTexts | None = None
+        self._built: tokenizers.Tokenizer | None = None
+        self._plain: tokenizers.Tokenizer | None = None
+        self._lock = threading.RLock()
+        self._types: Sequence[int] = ()
+        self._strings: Sequence[str | None]
+        if isinstance(tokenizer, Vocabulary):
+            self._vocabulary, self._short = tokenizer, ShortTexts(tokenizer)
+            self.control_ids, self._added = tokenizer.control, tokenizer.added
+            self._strings, self._types = tokenizer.tokens, tokenizer.types
+        else:
+            self._built = tokenizer
+            tokenizer.no_truncation()
+            tokenizer.no_padding()
+            decoder = type(tokenizer.decoder).__name__
+            if decoder != "ByteLevel":
+                raise ModelError(f"tokenizer.json: its decoder is {decoder}; only byte-level BPE is supported")
+            added = tokenizer.get_added_tokens_decoder()
+            self.control_ids = frozenset(i for i, token in added.items() if token.special)
+            self._added = frozenset(added)
+            self._strings = _by_id(tokenizer.get_vocab(with_added_tokens=True))
         self.vocab_size = len(self._strings)
         self._byte_of = byte_characters()
-        self._types = types
         self.bos_id = self._checked("bos", bos_id)
         self.eos_id = self._checked("eos", eos_id)
         self.pad_id = self._checked("pad", pad_id)
@@ -85,11 +92,13 @@ class Tokenizer:
         text = _read(file)
         if text is None:
             raise ModelError(f"{folder}: no tokenizer.json; a model folder must have one")
-        config = read_json(folder / "tokenizer_config.json")
-        names = read_json(folder / "special_tokens_map.json") | config
+        config = read_json(folder / "tokenizer_config.json", missing={})
+        names = read_json(folder / "special_tokens_map.json", missing={}) | config
         try:
             tokenizer = tokenizers.Tokenizer.from_str(text)
             _add_tokens(tokenizer, config.get("added_tokens_decoder"))
+            if getattr(tokenizer.model, "dropout", None):
+                raise ModelError("tokenizer.json: has BPE dropout, which makes the ids random; set it to null")
             start = tokenizer.encode("", add_special_tokens=True).ids
         except ModelError as error:
             raise ModelError(f"{folder}: {error}") from None
@@ -125,7 +134,7 @@ class Tokenizer:
 
         Raises ModelError naming the key that is missing, inconsistent or unsupported.
         """
-        tokenizer, tokens, types = build_bpe(metadata)
+        vocabulary = read_vocabulary(metadata)
 
         def number(name: str) -> int | None:
             value = metadata.get(f"tokenizer.ggml.{name}_token_id")
@@ -135,14 +144,12 @@ class Tokenizer:
 
         llama3 = metadata.get("tokenizer.ggml.pre") in ("llama-bpe", "llama3")  # begins texts with bos unless told
         return cls(
-            tokenizer,
+            vocabulary,
             bos_id=number("bos"),
             eos_id=number("eos"),
             pad_id=number("padding"),
             end_ids=[i for i in (number("eot"), number("eom")) if i is not None],
             add_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", llama3 and number("bos") is not None)),
-            tokens=tokens,
-            types=types,
         )
 
     # ------------------------------------------------------------------------------------------------- encoding
@@ -158,7 +165,7 @@ class Tokenizer:
         begin = (self.add_bos and not special) if add_bos is None else add_bos
         if begin and self.bos_id is None:
             raise UsageError("this model has no beginning-of-sequence token to add")
-        ids: list[int] = self._run(text, special).ids
+        ids = self._ids(text, special)
         return [self.bos_id, *ids] if begin and self.bos_id is not None else ids
 
     def encode_parts(self, text: str) -> list[int | str]:
@@ -172,14 +179,28 @@ class Tokenizer:
                 done = end
         return [*parts, text[done:]] if done < len(text) else parts
 
+    def _ids(self, text: str, special: bool) -> list[int]:
+        _check_unicode(text)
+        with self._lock:
+            found = None if self._short is None else self._short.encode(text, special=special)
+        return list(self._run(text, special).ids) if found is None else found
+
     def _run(self, text: str, special: bool) -> Any:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise UsageError(f"the text is not valid Unicode at character {error.start}") from None
+        _check_unicode(text)
         return (self._parsing if special else self._plain_tokenizer()).encode(text, add_special_tokens=False)
 
+    @property
+    def _parsing(self) -> tokenizers.Tokenizer:
+        """The library's tokenizer, which turns names of control tokens written in a text into these tokens."""
+        with self._lock:
+            if self._built is None:
+                assert self._vocabulary is not None
+                self._built = self._vocabulary.build()
+                self._short = self._vocabulary = None
+            return self._built
+
     def _plain_tokenizer(self) -> tokenizers.Tokenizer:
+        """The one that leaves them text."""
         with self._lock:
             if self._plain is None:
                 self._plain = _copy(self._parsing)
@@ -225,7 +246,7 @@ class Tokenizer:
     def is_padding(self, token: int) -> bool:
         """Whether an id only fills the vocabulary up: no token, an unused one, or one named [PADn]."""
         name = self.token_text(token)
-        unused = self._types is not None and 0 <= token < len(self._types) and self._types[token] == UNUSED
+        unused = 0 <= token < len(self._types) and self._types[token] == UNUSED
         return name is None or unused or bool(PADDING_NAME.fullmatch(name))
 
     @property
@@ -282,18 +303,11 @@ def same_vocabulary(a: Tokenizer, b: Tokenizer) -> str | None:
     return None
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object from a file, {} when there is no such file; ModelError when it holds anything else."""
-    text = _read(file)
-    if text is None:
-        return {}
+def _check_unicode(text: str) -> None:
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{file}: not valid JSON: {one_line(error)}") from None
-    if not isinstance(value, dict):
-        raise ModelError(f"{file}: must hold a JSON object")
-    return value
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"the text is not valid Unicode at character {error.start}") from None
 
 
 def token_text(value: object) -> str | None:

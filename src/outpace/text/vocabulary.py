@@ -9,6 +9,8 @@ the pre-tokenizers the split patterns in the tokenizer.json of each model family
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -36,8 +38,49 @@ def byte_characters() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
 
 
-def build_bpe(metadata: Mapping[str, Any]) -> tuple[Tokenizer, list[str], list[int]]:
-    """The tokenizer that GGUF metadata describes, its tokens and the type of each.
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """A byte-level BPE vocabulary, checked.
+
+    tokens: by id. types: NORMAL and so on, by id. ids: token -> id. merges: "a b", the earliest first. normalizer (or
+    None), splitter, ignore_merges: as `splitters`.
+    """
+
+    tokens: list[str]
+    types: list[int]
+    ids: dict[str, int]
+    merges: list[str]
+    normalizer: Any
+    splitter: Any
+    ignore_merges: bool
+
+    @property
+    def control(self) -> frozenset[int]:
+        """Ids of control tokens."""
+        return frozenset(i for i, kind in enumerate(self.types) if kind in (CONTROL, UNKNOWN))
+
+    @property
+    def added(self) -> frozenset[int]:
+        """Ids of tokens that are recognised as a whole wherever they are written: control tokens and the user's own."""
+        return self.control.union(i for i, kind in enumerate(self.types) if kind == USER_DEFINED)
+
+    def build(self) -> Tokenizer:
+        """The library's tokenizer of this vocabulary."""
+        parts = " ".join(self.merges).split(" ")
+        pairs = list(zip(parts[::2], parts[1::2], strict=True)) if self.merges else []
+        tokenizer = Tokenizer(models.BPE(vocab=self.ids, merges=pairs, ignore_merges=self.ignore_merges))
+        if self.normalizer is not None:
+            tokenizer.normalizer = self.normalizer
+        tokenizer.pre_tokenizer = self.splitter
+        tokenizer.decoder = decoders.ByteLevel()
+        # One call a run keeps the ids' order; an added token that is already in the vocabulary keeps its id.
+        for special, ids in ((True, self.control), (False, self.added - self.control)):
+            tokenizer.add_tokens([AddedToken(self.tokens[i], special=special, normalized=False) for i in sorted(ids)])
+        return tokenizer
+
+
+def read_vocabulary(metadata: Mapping[str, Any]) -> Vocabulary:
+    """The vocabulary that GGUF metadata describes.
 
     Vocabularies are large and every start waits for this: lists are checked as a whole, and one by one only when there
     is something to complain of.
@@ -56,20 +99,9 @@ def build_bpe(metadata: Mapping[str, Any]) -> tuple[Tokenizer, list[str], list[i
         raise ModelError(f"tokenizer.ggml.tokens: {tokens[twice]!r} is both token {twice} and {ids[tokens[twice]]}")
     if "" in ids:
         raise ModelError(f"tokenizer.ggml.tokens: token {ids['']} is empty")
-
-    pre = metadata.get("tokenizer.ggml.pre")
-    normalizer, splitter, ignore_merges = splitters(pre)
-    tokenizer = Tokenizer(_bpe(ids, merges, ignore_merges=ignore_merges))
-    if normalizer is not None:
-        tokenizer.normalizer = normalizer
-    tokenizer.pre_tokenizer = splitter
-    tokenizer.decoder = decoders.ByteLevel()
-    # One call a run keeps the ids' order; an added token that is already in the vocabulary keeps its id.
-    for special, wanted in ((True, (CONTROL, UNKNOWN)), (False, (USER_DEFINED,))):
-        tokenizer.add_tokens(
-            [AddedToken(tokens[i], special=special, normalized=False) for i, k in enumerate(types) if k in wanted]
-        )
-    return tokenizer, tokens, types
+    normalizer, splitter, ignore_merges = splitters(metadata.get("tokenizer.ggml.pre"))
+    _check_merges(ids, merges)
+    return Vocabulary(tokens, types, ids, merges, normalizer, splitter, ignore_merges)
 
 
 def splitters(pre: object) -> tuple[Any, Any, bool]:
@@ -139,17 +171,14 @@ def _types(metadata: Mapping[str, Any], count: int) -> list[int]:
     return list(values)
 
 
-def _bpe(ids: dict[str, int], merges: Sequence[str], *, ignore_merges: bool) -> models.BPE:
-    try:
-        parts = " ".join(merges).split(" ")
-        pairs = list(zip(parts[::2], parts[1::2], strict=True)) if merges else []
-        if list(map(" ".join, pairs)) != merges:
-            raise ValueError("not pairs")
-        return models.BPE(vocab=ids, merges=pairs, ignore_merges=ignore_merges)
-    except Exception as error:
+def _check_merges(ids: Mapping[str, int], merges: Sequence[str]) -> None:
+    """Every merge must be two tokens whose union is one."""
+    known = ids.__contains__
+    once = all(map((1).__eq__, map(str.count, merges, repeat(" "))))
+    parts = " ".join(merges).split(" ") if merges else []
+    if not (once and all(map(known, parts)) and all(map(known, map(str.replace, merges, repeat(" "), repeat(""))))):
         for i, merge in enumerate(merges):
             _check_merge(ids, i, merge)
-        raise ModelError(f"tokenizer.ggml.merges: not usable: {error}") from None
 
 
 def _check_merge(ids: Mapping[str, int], index: int, merge: str) -> None:
