@@ -5,13 +5,19 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
+import pytest
 
+from outpace import decode
 from outpace.backends.base import Capacity, Pass, Rows
 from outpace.config import ModelConfig
-from outpace.drafters.base import State
-from outpace.types import CapacityError, Distribution, Draft, UsageError
+from outpace.controller import Controller
+from outpace.decode import Decoder
+from outpace.drafters.base import State, Want
+from outpace.engine import Engine
+from outpace.types import CapacityError, Distribution, Draft, SampleOpts, UsageError
 
 
 def table_config(vocab_size: int, positions: int = 64) -> ModelConfig:
@@ -118,13 +124,13 @@ class TableBackend:
 class FunctionDrafter:
     """Drafts what a function of (tokens, n) says."""
 
-    def __init__(self, draft: Callable[[State, int], Draft], name: str = "function") -> None:
-        self.name = name
+    def __init__(self, draft: Callable[[State, int], Draft], name: str = "function", free: bool = False) -> None:
+        self.name, self.free = name, free
         self._draft = draft
         self.forgotten = 0
 
-    def propose(self, wanted: Sequence[tuple[State, int]]) -> list[Draft]:
-        return [self._draft(state, n) for state, n in wanted]
+    def propose(self, wanted: Sequence[Want]) -> list[Draft]:
+        return [self._draft(want.state, want.most) for want in wanted]
 
     def forget(self, state: State) -> None:
         self.forgotten += 1
@@ -159,6 +165,50 @@ def wrong_drafter(answers: dict[tuple[int, ...], list[int]], vocab_size: int) ->
 def random_drafter(vocab_size: int, seed: int = 0) -> FunctionDrafter:
     random = np.random.default_rng(seed)
     return FunctionDrafter(lambda state, n: Draft(tuple(random.integers(0, vocab_size, n).tolist())), "random")
+
+
+# ------------------------------------------------------------------------------------------------------ virtual clock
+
+
+class Machine:
+    """A virtual clock: passes, drafts and nothing else take time. cost: rows of a pass -> seconds."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, cost: Callable[[int], float], draft_cost: float = 0.0) -> None:
+        self.now, self.cost, self.draft_cost = 0.0, cost, draft_cost
+        self.slow_drafts = 0
+        monkeypatch.setattr(decode.time, "perf_counter", lambda: self.now)
+
+    def target(self) -> TableBackend:
+        machine = self
+
+        class Target(TableBackend):
+            def forward(self, batch: Sequence[Rows], taps: Sequence[int] = ()) -> Any:
+                machine.now += machine.cost(sum(len(share.tokens) for share in batch))
+                return super().forward(batch, taps)
+
+        # The text is one token for ever, so that a right draft is known.
+        flat = np.array([9.0, 0, 0, 0, 0], dtype=np.float32)
+        return Target(5, positions=5000, logits=lambda prefix: flat)
+
+    def drafter(self, chance: float, name: str = "function", *, free: bool = False, sure: bool = False) -> Any:
+        """Drafts that are right with this chance, token by token. sure: it knows which ones, nearly."""
+        random = np.random.default_rng(1)
+
+        def draft(state: State, n: int) -> Draft:
+            self.now += 0.0 if free else n * self.draft_cost * (50 if self.slow_drafts > 0 else 1)
+            self.slow_drafts -= 1
+            right = random.random(n) < chance
+            confidence = tuple(np.where(right, 0.9, 0.15).tolist()) if sure else None
+            return Draft(tuple(np.where(right, 0, 1).tolist()), source=name, confidence=confidence)
+
+        return FunctionDrafter(draft, name, free)
+
+    def seconds(self, *drafters: Any, fixed: int | None = None, tokens: int = 2000) -> float:
+        """Time of an answer, the first pass over the prompt included."""
+        start = self.now
+        e = Engine(Decoder(self.target(), drafters, Controller(fixed)))
+        e.run([e.submit((1, 2, 3), SampleOpts.greedy(max_tokens=tokens))])
+        return self.now - start
 
 
 # ---------------------------------------------------------------------------------------- enumeration of random choices

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fakes import FunctionDrafter, TableBackend, oracle_drafter, random_drafter, table_logits, wrong_drafter
+from fakes import FunctionDrafter, Machine, TableBackend, oracle_drafter, random_drafter, table_logits, wrong_drafter
 from outpace import decode
 from outpace.backends.base import Rows
-from outpace.controller import FIXED_DRAFT, Controller, Track
+from outpace.controller import Controller
 from outpace.decode import Decoder, Request
 from outpace.drafters import Drafter, DraftModelDrafter, NgramDrafter, State, SuffixDrafter
 from outpace.engine import Engine
@@ -39,7 +39,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def engine(drafter: Drafter | None = None, fixed: int | None = None, **backend: Any) -> Engine:
-    return Engine(Decoder(TableBackend(V, **backend), drafter, Controller(fixed)))
+    return Engine(Decoder(TableBackend(V, **backend), () if drafter is None else (drafter,), Controller(fixed)))
 
 
 def answer(e: Engine, prompt: Sequence[int], n: int = 24, *, speculate: bool = True, **opts: Any) -> Request:
@@ -258,7 +258,7 @@ def test_cancelled_and_finished_requests_leave_their_slots() -> None:
     e.cancel(requests[0])
     e.run(requests[1:4])
     assert [r.finish for r in requests] == ["cancelled", "length", "length", "length", "cancelled"]
-    assert e.decoder.drafter.forgotten == 4  # type: ignore[union-attr]
+    assert e.decoder.drafters[0].forgotten == 4  # type: ignore[attr-defined]
     e.close()
     assert not e.decoder.target._held  # type: ignore[attr-defined]
 
@@ -366,120 +366,6 @@ def test_nan_from_a_draft_model_leaves_the_answer_alone() -> None:
     assert "draft_model" in str(caught[0].message)
 
 
-# --------------------------------------------------------------------------------------------------------- controller
-
-
-class Machine:
-    """A virtual clock: passes, drafts and nothing else take time. cost: rows of a pass -> seconds."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, cost: Callable[[int], float], draft_cost: float = 0.0) -> None:
-        self.now, self.cost, self.draft_cost = 0.0, cost, draft_cost
-        self.slow_drafts = 0
-        monkeypatch.setattr(decode.time, "perf_counter", lambda: self.now)
-
-    def engine(self, chance: float, fixed: int | None = None) -> Engine:
-        """An engine whose drafts are right with this chance, token by token."""
-        machine, random = self, np.random.default_rng(1)
-
-        class Target(TableBackend):
-            def forward(self, batch: Sequence[Rows], taps: Sequence[int] = ()) -> Any:
-                machine.now += machine.cost(sum(len(share.tokens) for share in batch))
-                return super().forward(batch, taps)
-
-        # The text is one token for ever, so that a right draft is known.
-        flat = np.array([9.0, 0, 0, 0, 0], dtype=np.float32)
-        target = Target(V, positions=5000, logits=lambda prefix: flat)
-
-        def draft(state: State, n: int) -> Draft:
-            machine.now += n * machine.draft_cost * (50 if machine.slow_drafts > 0 else 1)
-            machine.slow_drafts -= 1
-            return Draft(tuple(0 if random.random() < chance else 1 for _ in range(n)))
-
-        return Engine(Decoder(target, FunctionDrafter(draft), Controller(fixed)))
-
-    def seconds(self, chance: float, fixed: int | None = None, tokens: int = 3000) -> float:
-        """Time of an answer, the first pass over the prompt included."""
-        start = self.now
-        answer(self.engine(chance, fixed), (1, 2, 3), tokens, temperature=0.0)
-        return self.now - start
-
-
-COSTS: dict[str, Callable[[int], float]] = {
-    "a row costs what the first does": lambda rows: float(rows),
-    "half": lambda rows: 0.5 + 0.5 * rows,
-    "a third": lambda rows: 0.7 + 0.3 * rows,
-    "nearly nothing": lambda rows: 1.0 + 0.02 * rows,
-    "a step at eight": lambda rows: 1.0 + 0.01 * rows + (rows > 8),
-}
-
-
-@pytest.mark.parametrize("draft_cost", [0.0, 0.1])
-@pytest.mark.parametrize("chance", [0.0, 0.2, 0.5, 0.8, 0.95])
-@pytest.mark.parametrize("cost", COSTS)
-def test_the_controller_never_loses_and_finds_what_pays(
-    monkeypatch: pytest.MonkeyPatch, cost: str, chance: float, draft_cost: float
-) -> None:
-    """Closed loop, on the decoder's own measurements: against plain decoding and the best fixed length."""
-    machine = Machine(monkeypatch, COSTS[cost], draft_cost)
-    fixed = [machine.seconds(chance, k) for k in (0, 1, 2, 3, 5, 8, 15)]
-    own = machine.seconds(chance)
-    assert own < fixed[0] / 0.97
-    assert own < min(fixed) / 0.93
-
-
-def test_the_controller_recovers_from_a_slow_first_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine(monkeypatch, lambda rows: 1.0 + 0.02 * rows, 0.1)
-    machine.slow_drafts = 1
-    slow = machine.seconds(0.9)
-    assert slow < 1.15 * machine.seconds(0.9)
-
-
-def test_the_controllers_choice_is_the_best_of_all_lengths() -> None:
-    """Against brute force, for two requests."""
-    random = np.random.default_rng(0)
-    for _ in range(30):
-        controller = Controller()
-        for rows in range(2, 40):
-            controller.observe(rows, 1.0 + float(random.uniform(0, 0.3)) * rows, 1, 0.05)
-        tracks = [Track(), Track()]
-        for track in tracks:
-            chance = random.uniform(0.5, 0.95)
-            for _ in range(60):
-                track.observe(6, int(random.geometric(1 - chance)) - 1)
-
-        def rate(lengths: Sequence[int], tracks: list[Track] = tracks, controller: Controller = controller) -> float:
-            both = zip(tracks, lengths, strict=True)
-            tokens = sum(1 + sum(np.prod(t.gains[: i + 1]) for i in range(n)) for t, n in both)
-            return float(tokens / (controller.pass_cost(2 + sum(lengths)) + 0.05 * sum(lengths)))
-
-        chosen = controller.lengths(tracks, [6, 6])
-        best = max(rate(lengths) for lengths in itertools.product(range(7), repeat=2))
-        assert any(chosen)
-        assert rate(chosen) == pytest.approx(best, rel=1e-9)
-
-
-def test_steady_requests_draft_a_fixed_length_in_any_company() -> None:
-    controller = Controller()
-    steady, free = Track(steady=True), Track()
-    assert controller.lengths([steady], [9]) == [FIXED_DRAFT]
-    assert controller.lengths([steady], [2]) == [2]
-    assert controller.lengths([steady, free], [9, 9]) == [FIXED_DRAFT, 0]  # the other's plain round comes first
-    controller.observe(2 + FIXED_DRAFT, 1.0, FIXED_DRAFT, 0.0)
-    fixed, chosen = controller.lengths([steady, free], [9, 9])
-    assert (fixed, chosen > 0) == (FIXED_DRAFT, True)
-    assert controller.lengths([steady, free, Track()], [9, 0, 0]) == [FIXED_DRAFT, 0, 0]
-    assert Controller(2).lengths([steady, free], [9, 9]) == [2, 2]
-
-
-def test_costs_between_and_beyond_measurements() -> None:
-    controller = Controller()
-    assert controller.pass_cost(5) > controller.pass_cost(1) > 0
-    for rows, seconds in ((2, 4.0), (6, 8.0)):
-        controller.observe(rows, seconds, 0, 0.0)
-    assert [controller.pass_cost(rows) for rows in (2, 4, 6)] == [4.0, 6.0, 8.0]
-    assert controller.pass_cost(1) < 4.0 < 8.0 < controller.pass_cost(9)
-
-
 # --------------------------------------------------------------------------------------------------------- stop strings
 
 
@@ -542,7 +428,7 @@ def test_two_tokens_follow_the_law_on_the_native_core(rule: str) -> None:
         p = np.exp((logits - logits.max()) / 4.0)
         return p / p.sum()
 
-    e = Engine(Decoder(target, DraftModelDrafter(draft), Controller(2)))
+    e = Engine(Decoder(target, (DraftModelDrafter(draft),), Controller(2)))
     counts = np.zeros((5, 5))
     for start in range(0, 3000, 6):
         requests = [
@@ -644,7 +530,7 @@ def test_memory_of_idle_texts_is_given_up_for_running_ones() -> None:
 
 def test_tokens_per_second_leave_out_prefill_and_its_token(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch, lambda rows: 5.0 if rows > 2 else 0.01)
-    e = machine.engine(0.0, 0)
+    e = Engine(Decoder(machine.target()))
     for tokens in (1, 2, 7):
         stats = answer(e, (1, 2, tokens % V), tokens, temperature=0.0).stats
         assert stats.tokens_per_second == pytest.approx(100.0 if tokens > 1 else 0.0)

@@ -36,7 +36,8 @@ INF = float("inf")
 
 
 def language_model(drafter: Any = None, fixed: int | None = 3, **backend: Any) -> LanguageModel:
-    return LanguageModel(TableBackend(V, **backend), None, drafter=drafter, draft_tokens=fixed)
+    drafters = () if drafter is None else (drafter,)
+    return LanguageModel(TableBackend(V, **backend), None, drafters=drafters, draft_tokens=fixed)
 
 
 def answer(model: LanguageModel, prompt: Any = (1, 2, 3), **opts: Any) -> list[int]:
@@ -285,7 +286,7 @@ def test_ctrl_c_between_any_two_lines_loses_no_slot() -> None:
 
     def engine() -> Engine:
         drafter = DraftModelDrafter(TableBackend(V, slots=2))
-        return Engine(Decoder(TableBackend(V, slots=2, rows=8), drafter, Controller(3)))
+        return Engine(Decoder(TableBackend(V, slots=2, rows=8), (drafter,), Controller(3)))
 
     def go(e: Engine) -> list[list[int]]:
         requests = []
@@ -332,7 +333,7 @@ def test_ctrl_c_between_any_two_lines_loses_no_slot() -> None:
         assert not e.waiting, at
         assert go(e) == want, at
         e.close()
-        drafter = e.decoder.drafter
+        (drafter,) = e.decoder.drafters
         assert isinstance(drafter, DraftModelDrafter)
         drafter.close()
         for backend in (e.decoder.target, drafter.model):

@@ -7,7 +7,7 @@ plainly, on a fresh one: tokens, reasons to finish and logprobs must be equal.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from outpace import LanguageModel, Result, SampleOpts, WeightMap
 from outpace.backends.native import NativeBackend
 from outpace.controller import Controller
 from outpace.decode import Decoder
-from outpace.drafters import Drafter, DraftModelDrafter, NgramDrafter, State, SuffixDrafter
+from outpace.drafters import Drafter, DraftModelDrafter, NgramDrafter, State, SuffixDrafter, Want
 from outpace.types import Draft
 
 VOCAB, CONTEXT = 67, 128
@@ -26,19 +26,19 @@ VOCAB, CONTEXT = 67, 128
 class Guesser:
     """Random chains or trees, mostly of tokens that occurred lately."""
 
-    name = "guesser"
-
     def __init__(self, rng: random.Random, tree: bool) -> None:
-        self.rng, self.tree = rng, tree
+        self.name = "trees" if tree else "chains"
+        self.rng, self.tree, self.free = rng, tree, rng.random() < 0.5
 
-    def propose(self, wanted: Sequence[tuple[State, int]]) -> list[Draft]:
-        return [self._draft(state, self.rng.randint(0, n)) for state, n in wanted]
+    def propose(self, wanted: Sequence[Want]) -> list[Draft]:
+        return [self._draft(want.state, self.rng.randint(0, want.most)) for want in wanted]
 
     def _draft(self, state: State, n: int) -> Draft:
         recent = state.tokens[-8:]
         tokens = [self.rng.choice(recent) if self.rng.random() < 0.7 else self.rng.randrange(VOCAB) for _ in range(n)]
         parents = tuple(self.rng.randint(-1, i - 1) for i in range(n)) if self.tree else None
-        return Draft(tuple(tokens), parents=parents)
+        sure = tuple(self.rng.random() for _ in range(n)) if self.rng.random() < 0.5 else None
+        return Draft(tuple(tokens), parents=parents, source=self.name, confidence=sure)
 
     def forget(self, state: State) -> None:
         pass
@@ -52,18 +52,20 @@ def backend(variant: str, precision: str, seed: int = 0, **more: Any) -> NativeB
     return NativeBackend(config, WeightMap.from_tensors(arrays), precision=precision, **more)  # type: ignore[arg-type]
 
 
-def some_drafter(rng: random.Random, variant: str, precision: str) -> Drafter:
+def some_drafters(rng: random.Random, variant: str, precision: str) -> list[Drafter]:
     other = "f32" if precision == "int8" else "int8"
-    return rng.choice(
-        [
-            lambda: Guesser(rng, tree=False),
-            lambda: Guesser(rng, tree=True),
-            lambda: NgramDrafter(shortest=1),
-            lambda: SuffixDrafter(shortest=1, reach=8),
-            lambda: DraftModelDrafter(backend(variant, other, rows=rng.choice([3, 16, 64]), slots=16)),
-            lambda: DraftModelDrafter(backend("llama", precision, seed=1, slots=16)),
-        ]
-    )()
+    makers: list[Callable[[], Drafter]] = [
+        lambda: Guesser(rng, tree=False),
+        lambda: Guesser(rng, tree=True),
+        lambda: NgramDrafter(shortest=1),
+        lambda: SuffixDrafter(shortest=1, reach=8),
+        lambda: DraftModelDrafter(
+            backend(variant, other, rows=rng.choice([3, 16, 64]), slots=16)
+            if rng.random() < 0.5
+            else backend("llama", precision, seed=1, slots=16)
+        ),
+    ]
+    return [make() for make in rng.sample(makers, rng.choice([1, 1, 2, 3]))]
 
 
 def some_options(rng: random.Random, room: int) -> SampleOpts:
@@ -114,7 +116,7 @@ def scenario(rng: random.Random) -> int:
         want = [fresh.generate(p, o, speculate=False) for p, o in zip(prompts, opts, strict=True)]
     with LanguageModel(target, None) as used:
         controller = Controller(rng.choice([None, 1, 2, 3, 5, 8, 15]))
-        used.engine.decoder = Decoder(target, some_drafter(rng, variant, precision), controller)
+        used.engine.decoder = Decoder(target, some_drafters(rng, variant, precision), controller)
         for _ in range(rng.randint(0, 3)):  # streams that are left half read
             i = rng.randrange(len(prompts))
             stream = used.stream(prompts[i], opts[i])

@@ -24,7 +24,19 @@ import test_sampling
 import test_speculator
 import test_verify
 
-ORDER = ["sampling", "verify", "controller", "slots", "drafters.draft_model", "decode", "engine", "speculator"]
+ORDER = [
+    "sampling",
+    "verify",
+    "evidence",
+    "costs",
+    "controller",
+    "slots",
+    "drafters.chain",
+    "drafters.draft_model",
+    "decode",
+    "engine",
+    "speculator",
+]
 TESTS = [test_verify, test_sampling, test_decode, test_drafters, test_speculator]
 
 

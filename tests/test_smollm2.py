@@ -90,7 +90,7 @@ def test_the_same_tokens_with_speculation(
         "draft_model": lambda: DraftModelDrafter(small),
     }[kind]()
     before = model.engine.decoder
-    model.engine.decoder = Decoder(model.target, drafter, Controller(k))
+    model.engine.decoder = Decoder(model.target, (drafter,), Controller(k))
     try:
         for setting in SETTINGS:
             results = model.generate_many(ids(model), options(setting))
@@ -117,7 +117,7 @@ def test_the_same_tokens_with_scripted_drafters(
                 "wrong": lambda answers=answers: wrong_drafter(answers, model.config.vocab_size),
                 "random": lambda: random_drafter(model.config.vocab_size),
             }[kind]()
-            model.engine.decoder = Decoder(model.target, drafter, Controller(k))
+            model.engine.decoder = Decoder(model.target, (drafter,), Controller(k))
             results = model.generate_many(ids(model), options(setting))
             assert [r.token_ids for r in results] == plain[setting], setting
             drafted = sum(r.stats.drafted for r in results)
@@ -165,8 +165,8 @@ def test_streams_add_up_to_the_answer_and_can_be_left(model: LanguageModel) -> N
 def test_taps_are_the_same_with_drafts(model: LanguageModel) -> None:
     prompt = ids(model)[2]
     results = []
-    for drafter in (None, NgramDrafter(shortest=1)):
-        before, model.engine.decoder = model.engine.decoder, Decoder(model.target, drafter, Controller(4))
+    for drafters in ((), (NgramDrafter(shortest=1),)):
+        before, model.engine.decoder = model.engine.decoder, Decoder(model.target, drafters, Controller(4))
         results.append(model.generate(prompt, max_tokens=24, taps=(2, 30)))
         model.engine.decoder = before
     assert results[0].token_ids == results[1].token_ids

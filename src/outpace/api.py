@@ -156,16 +156,16 @@ def load(
         if difference is not None:
             raise UsageError(f"{draft_model} cannot draft for {model}: {difference}")
         positions = min(target.capacity.positions, small.config.max_position_embeddings)
-        drafter: Drafter | None = DraftModelDrafter(open_backend(small, positions))
+        drafters: list[Drafter] = [DraftModelDrafter(open_backend(small, positions))]
     elif draft == "none":
-        drafter = None
+        drafters = []
     else:
         # Without a learned head, the text itself is the best source: the suffix automaton finds what n-grams find.
-        drafter = NgramDrafter() if draft == "ngram" else SuffixDrafter()
+        drafters = [NgramDrafter() if draft == "ngram" else SuffixDrafter()]
     return LanguageModel(
         target,
         tokenizer,
-        drafter=drafter,
+        drafters=drafters,
         draft_tokens=draft_tokens,
         template=load_template(loaded, tokenizer),
         defaults=load_defaults(loaded),
@@ -209,7 +209,7 @@ class LanguageModel:
         target: Backend,
         tokenizer: Tokenizer | None,
         *,
-        drafter: Drafter | None = None,
+        drafters: Sequence[Drafter] = (),
         draft_tokens: int | None = None,
         template: ChatTemplate | None = None,
         defaults: Mapping[str, Any] | None = None,
@@ -218,7 +218,7 @@ class LanguageModel:
         """Puts a model together from its parts; `load` does it from files. Without a tokenizer it speaks token ids."""
         self.target = target
         self.tokenizer = tokenizer
-        self.drafter = drafter
+        self.drafters = tuple(drafters)
         self.template = template
         self.defaults = dict(defaults or {})
         self.name = name
@@ -227,18 +227,18 @@ class LanguageModel:
         if tokenizer is not None and tokenizer.eos_id is not None:
             ends.add(tokenizer.eos_id)
         self.engine = Engine(
-            Decoder(target, drafter, Controller(draft_tokens)),
+            Decoder(target, drafters, Controller(draft_tokens)),
             end_tokens=frozenset(ends),
             known_tokens=tokenizer.known_tokens if tokenizer is not None else None,
         )
 
     def __repr__(self) -> str:
-        drafter = "none" if self.drafter is None else self.drafter.name
+        drafters = " and ".join(drafter.name for drafter in self.drafters) or "no drafter"
         shape = f"{self.config.architecture}, {self.config.num_hidden_layers} layers"
         closed = ", closed" if self._closed else ""
         return (
             f"<LanguageModel {self.name or 'without a name'}: {shape}, context {self.target.capacity.positions}, "
-            f"drafter {drafter}{closed}>"
+            f"{drafters}{closed}>"
         )
 
     @property
@@ -397,8 +397,8 @@ class LanguageModel:
         """Frees the slots. The model cannot be used afterwards."""
         self._closed = True
         self.engine.close()
-        if self.drafter is not None:
-            self.drafter.close()
+        for drafter in self.drafters:
+            drafter.close()
 
     def __enter__(self) -> LanguageModel:
         return self

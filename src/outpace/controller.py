@@ -1,166 +1,187 @@
-"""How many tokens to draft now: as many as raise the expected tokens per second, and none when none do.
+"""What to draft now: the source and the length with the most expected tokens per second, and nothing when none pays.
 
 A round that drafts k tokens emits 1 + sum over i <= k of (a_1 * ... * a_i) tokens in expectation, a_i being the chance
-that draft token i is accepted once those before it were, and costs T(rows of the pass) + k * (cost of a draft token).
-T, the draft's cost and the a_i are measured while decoding. Rows are handed out one by one, to the request whose next
-row promises most (`Track.gains`), and the count with the best tokens per second wins. The choice never touches the
-tokens themselves under the match rule; rules that only promise the distribution get a fixed length, so that a seed
+that draft token i is accepted once those before it were (evidence.py), and costs T(rows of the pass) + the draft's own
+time (costs.py). Each request takes the offer that promises most; then rows are handed out one by one, to the request
+whose next row promises most, and the count with the best tokens per second wins. `Offer.gains` is the interface: the
+expected gain of a row, by which a server may share a pass between requests. The choice never touches the tokens
+themselves under the match rule; rules that only promise the distribution get a fixed source and length, so that a seed
 repeats its answer.
 
 Never slower than plain decoding needs two things to be known rather than guessed: the plain round itself, which is
-therefore measured before the first draft and again now and then; and what a draft costs and gains today, which is
-therefore tried again, ever more rarely, where drafts did not pay.
+therefore measured before the first draft and again now and then; and what a draft costs and gains today. Sources whose
+drafts cost nothing are judged every round by what they would have guessed; others are tried again, ever more rarely,
+where they did not pay.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from .costs import Costs
+from .evidence import Evidence
+from .types import Draft
 
 MAX_DRAFT = 15  # with the pending token 16 rows: the width that kernels are built for
 FIXED_DRAFT = 4  # length for the rejection and block rules
-_PRIOR_GAIN = 0.6  # acceptance of a draft token before anything is known
-_PRIOR_WEIGHT = 1.0  # ... worth this many observations
-_MEMORY = 0.97  # weight of old acceptance observations per new one
-_ROW_PRIOR = 0.08  # T(rows) / T(1) - 1 per further row before it is measured
 _ANCHOR_EVERY = 128  # rounds with drafts between two measurements of the plain round
-_PROBE_FIRST, _PROBE_LAST = 16, 512  # rounds without drafts before one is tried again; doubles while it does not pay
+_PROBE_SHARE = 0.01  # of the tokens per second may be spent on trying sources that do not promise to pay
+_PROBE_EVERY = 8, 1024  # ... but not more often, nor more seldom, in rounds
 
 
 @dataclass(slots=True)
-class Track:
-    """One request's acceptance by draft position: decayed counts of trials and successes.
+class Offer:
+    """What a source can do for a request. gains[i]: the chance that draft token i is reached and accepted.
 
-    steady: its tokens depend on the length of its drafts, which is therefore always FIXED_DRAFT.
-    gains[i]: chance that draft token i is accepted given that those before it are (the expected gain of a row).
+    draft: the tokens, from a source whose drafts cost nothing; None from one that drafts when it is chosen.
     """
 
-    steady: bool = False
-    tried: list[float] = field(default_factory=lambda: [0.0] * MAX_DRAFT)
-    kept: list[float] = field(default_factory=lambda: [0.0] * MAX_DRAFT)
-    gains: list[float] = field(default_factory=lambda: [_PRIOR_GAIN] * MAX_DRAFT)
-
-    def observe(self, drafted: int, accepted: int) -> None:
-        """A round drafted this many tokens in a chain and this many stayed."""
-        reached = min(drafted, accepted + 1)
-        gain = _PRIOR_GAIN
-        for i in range(MAX_DRAFT):
-            # What was not tried now is slowly forgotten, so that one bad start does not rule a position out for ever.
-            self.tried[i] = self.tried[i] * _MEMORY + (i < reached)
-            self.kept[i] = self.kept[i] * _MEMORY + (i < min(accepted, reached))
-            # Positions that were seldom reached borrow from the one before: acceptance changes slowly along a draft.
-            gain = (self.kept[i] + _PRIOR_WEIGHT * gain) / (self.tried[i] + _PRIOR_WEIGHT)
-            self.gains[i] = gain
+    source: str
+    gains: Sequence[float]
+    draft: Draft | None = None
 
 
-class Timing:
-    """The last few timings of one thing. Its value is their lower median: an interrupted pass says nothing."""
+@dataclass(slots=True)
+class Ask:
+    """A request that can use a draft of at most `most` tokens, and what its sources offer, the main one first."""
 
-    def __init__(self) -> None:
-        self._last: deque[float] = deque(maxlen=7)
+    evidence: Evidence
+    most: int
+    offers: list[Offer]
 
-    def add(self, seconds: float) -> None:
-        self._last.append(seconds)
 
-    @property
-    def value(self) -> float:
-        return sorted(self._last)[(len(self._last) - 1) // 2] if self._last else 0.0
+@dataclass(slots=True)
+class Choice:
+    """One offer and its length. None: no draft. worth: a token that is reached and accepted with a smaller chance than
+    this is not worth its row; 0.0 where the length is fixed."""
+
+    offer: Offer | None = None
+    length: int = 0
+    worth: float = 0.0
 
 
 class Controller:
-    """Shares the rows of a pass between requests. One per target and drafter; remembers the measured costs."""
+    """Shares the rows of a pass between requests. One per target and its drafters."""
 
-    def __init__(self, fixed: int | None = None) -> None:
-        """fixed: always draft this many tokens (0 .. 15) instead of deciding by evidence."""
+    def __init__(self, fixed: int | None = None, shape: Mapping[int, float] | None = None) -> None:
+        """fixed: always draft this many tokens (0 .. 15) from the main source instead of deciding by evidence.
+        shape: T(rows) / T(1), see costs.py."""
         self.fixed = fixed
-        self._passes: dict[int, Timing] = {}
-        self._draft = Timing()
-        self._since_plain: dict[int, int] = {}  # requests -> rounds with drafts since their plain round was measured
-        self._idle = 0  # rounds without drafts
-        self._patience = _PROBE_FIRST
+        self.costs = Costs(shape)
+        self.evidence = Evidence()
+        self._since_plain: dict[int, int] = {}  # rows without drafts -> rounds with since that pass was measured
+        self._idle = 0  # rounds in which no source that costs something was chosen
 
-    def lengths(self, tracks: Sequence[Track], limits: Sequence[int]) -> list[int]:
-        """Draft length for each request, at most its limit. Expected tokens per second is at its maximum."""
-        if self.fixed is not None:
-            return [min(self.fixed, limit) for limit in limits]
-        lengths = [min(FIXED_DRAFT, n) if track.steady else 0 for track, n in zip(tracks, limits, strict=True)]
-        free = [i for i, track in enumerate(tracks) if not track.steady and limits[i] > 0]
-        base = len(tracks) + sum(lengths)
-        chosen = self._chosen(base, len(tracks), [tracks[i] for i in free], [limits[i] for i in free])
-        for i, n in zip(free, chosen, strict=True):
-            lengths[i] = n
-        return lengths
+    def track(self) -> Evidence:
+        """The evidence of a new request."""
+        return Evidence(self.evidence)
 
-    def _chosen(self, base: int, sure: int, tracks: Sequence[Track], limits: Sequence[int]) -> list[int]:
-        """Lengths by evidence for requests that can use a draft. base: rows of the pass without, sure: its tokens."""
-        none = [0] * len(tracks)
-        if not tracks:
+    def choose(self, asks: Sequence[Ask], others: int = 0) -> list[Choice]:
+        """A choice for each request. others: rows (and tokens) of the pass that belong to requests without drafts."""
+        choices = [self._steady(ask) for ask in asks]
+        free = [i for i, ask in enumerate(asks) if not self._is_steady(ask)]
+        base = others + len(asks) + sum(choice.length for choice in choices)
+        for i, choice in zip(free, self._by_evidence(base, [asks[i] for i in free], others + len(asks)), strict=True):
+            choices[i] = choice
+        return choices
+
+    def _is_steady(self, ask: Ask) -> bool:
+        return self.fixed is not None or ask.evidence.steady
+
+    def _steady(self, ask: Ask) -> Choice:
+        length = FIXED_DRAFT if self.fixed is None else self.fixed
+        if not self._is_steady(ask) or not ask.offers:
+            return Choice()
+        main = ask.offers[0]
+        return Choice(main, min(length, ask.most, len(main.gains)))
+
+    def _by_evidence(self, base: int, asks: Sequence[Ask], sure: int) -> list[Choice]:
+        """base: rows of the pass without these drafts; sure: the tokens it emits without any draft."""
+        none = [Choice() for _ in asks]
+        if not any(offer.gains for ask in asks for offer in ask.offers):
             return none
-        if base not in self._passes or self._since_plain.get(base, 0) >= _ANCHOR_EVERY:
+        if not self.costs.knows(base) or self._since_plain.get(base, 0) >= _ANCHOR_EVERY:
             self._since_plain[base] = 0
             return none
-        best = self._best(base, sure, tracks, limits)
-        if any(best):
+        choices = self._best(base, sure, asks)
+        if any(choice.length for choice in choices):
             self._since_plain[base] = self._since_plain.get(base, 0) + 1
-            if self._idle and self._idle < self._patience:
-                self._patience = _PROBE_FIRST  # chosen by evidence, not as a probe
-            self._idle = 0
-            return best
-        self._idle += 1
-        if self._idle < self._patience:
-            return none
-        self._idle, self._patience = 0, min(2 * self._patience, _PROBE_LAST)
-        ready = max(range(len(tracks)), key=lambda i: tracks[i].gains[0])
-        return [min(2, limits[i]) if i == ready else 0 for i in range(len(tracks))]
+        return self._probe(base, sure, asks, choices)
 
-    def _best(self, base: int, sure: int, tracks: Sequence[Track], limits: Sequence[int]) -> list[int]:
-        costs = self._costs(base, base + sum(min(limit, MAX_DRAFT) for limit in limits))
-        draft_s = self._draft.value
-        chosen, order = [0] * len(tracks), []
+    def _probe(self, base: int, sure: int, asks: Sequence[Ask], choices: list[Choice]) -> list[Choice]:
+        """Now and then tries a source that costs something and was not chosen for long: the nearer it came to paying,
+        the sooner."""
+        drafting = [choice for choice in choices if choice.length]
+        if any(choice.offer is not None and choice.offer.draft is None for choice in drafting):
+            self._idle = 0
+            return choices
+        self._idle += 1
+        # A round that drafts from elsewhere is left alone.
+        if self._idle < _PROBE_EVERY[0] or drafting:
+            return choices
+        costly = [(i, offer) for i, ask in enumerate(asks) for offer in ask.offers if offer.draft is None]
+        if not costly:
+            return choices
+        costs = self.costs.passes(base, base + max(len(offer.gains) for _, offer in costly))
+        trials = [(*self._prefix(offer, sure, costs), i, offer) for i, offer in costly if offer.gains]
+        rate, length, i, offer = max(trials, key=lambda trial: trial[0])
+        # Tokens that the plain round would have emitted in the time, and this one is not expected to.
+        lost = (sure / costs[0] - rate) * (costs[length] + length * self._token_s(offer))
+        if self._idle >= min(_PROBE_EVERY[1], lost / (_PROBE_SHARE * sure)):
+            self._idle = 0
+            choices[i] = Choice(offer, length)
+        return choices
+
+    def _best(self, base: int, sure: int, asks: Sequence[Ask]) -> list[Choice]:
+        most = sum(max((len(offer.gains) for offer in ask.offers), default=0) for ask in asks)
+        costs = self.costs.passes(base, base + most)
+        picked = [self._pick(ask, sure, costs) for ask in asks]
+        chosen, order, spent = [0] * len(asks), [], 0.0
         # (minus the chance that the request's next row is reached and accepted, the request)
-        heap = [(-track.gains[0], i) for i, track in enumerate(tracks)]
+        heap = [(-offer.gains[0], i) for i, offer in enumerate(picked) if offer is not None]
         heapq.heapify(heap)
         expected = float(sure)
-        best_rate, best_count = expected / costs[0], 0
+        best_rate, best_count, drafting = expected / costs[0], 0, [0.0]
         while heap:
-            reach, i = heapq.heappop(heap)
-            expected -= reach
+            minus_gain, i = heapq.heappop(heap)
+            offer = picked[i]
+            assert offer is not None
+            expected -= minus_gain
             chosen[i] += 1
             order.append(i)
-            rate = expected / (costs[len(order)] + draft_s * len(order))
+            spent += self._token_s(offer)
+            drafting.append(spent)
+            rate = expected / (costs[len(order)] + spent)
             if rate > best_rate:
                 best_rate, best_count = rate, len(order)
-            if chosen[i] < min(limits[i], MAX_DRAFT):
-                heapq.heappush(heap, (reach * tracks[i].gains[chosen[i]], i))
-        return [order[:best_count].count(i) for i in range(len(tracks))]
+            if chosen[i] < len(offer.gains):
+                heapq.heappush(heap, (-offer.gains[chosen[i]], i))
+        if not best_count:
+            return [Choice() for _ in asks]
+        last = costs[best_count] - costs[0] + drafting[best_count]
+        worth = best_rate * last / best_count  # of an average row
+        counts = [order[:best_count].count(i) for i in range(len(asks))]
+        return [
+            Choice(offer, n, worth) if offer is not None and n else Choice()
+            for offer, n in zip(picked, counts, strict=True)
+        ]
 
-    def pass_cost(self, rows: int) -> float:
-        """Seconds of a pass with this many rows: measured, interpolated or scaled by the prior. In units of a one-row
-        pass while nothing was measured at all."""
-        return self._costs(rows, rows)[0]
+    def _token_s(self, offer: Offer) -> float:
+        return 0.0 if offer.draft is not None else self.costs.draft(offer.source)
 
-    def _costs(self, first: int, last: int) -> list[float]:
-        known = sorted((rows, timing.value) for rows, timing in self._passes.items())
-        if not known:
-            return [1.0 + _ROW_PRIOR * (rows - 1) for rows in range(first, last + 1)]
-        costs, at = [], 0
-        for rows in range(first, last + 1):
-            while at < len(known) and known[at][0] < rows:
-                at += 1
-            if at < len(known) and known[at][0] == rows:
-                costs.append(known[at][1])
-            elif 0 < at < len(known):
-                (low, low_s), (high, high_s) = known[at - 1], known[at]
-                costs.append(low_s + (rows - low) / (high - low) * (high_s - low_s))
-            else:
-                near, near_s = known[at - 1] if at else known[0]
-                costs.append(near_s * (1.0 + _ROW_PRIOR * (rows - 1)) / (1.0 + _ROW_PRIOR * (near - 1)))
-        return costs
+    def _pick(self, ask: Ask, sure: int, costs: Sequence[float]) -> Offer | None:
+        """The offer that alone gives the pass the most tokens per second, None without any."""
+        rates = [(self._prefix(offer, sure, costs)[0], -i) for i, offer in enumerate(ask.offers) if offer.gains]
+        return ask.offers[-max(rates)[1]] if rates else None
 
-    def observe(self, rows: int, pass_s: float, drafted: int, draft_s: float) -> None:
-        """A pass of decoding rows took pass_s seconds, its drafts draft_s."""
-        self._passes.setdefault(rows, Timing()).add(pass_s)
-        if drafted:
-            self._draft.add(draft_s / drafted)
+    def _prefix(self, offer: Offer, sure: int, costs: Sequence[float]) -> tuple[float, int]:
+        """The best tokens per second of a pass with this draft alone, one token at least; and its length."""
+        expected, token_s, best = float(sure), self._token_s(offer), (0.0, 0)
+        for k, gain in enumerate(offer.gains, start=1):
+            expected += gain
+            rate = expected / (costs[k] + k * token_s)
+            if rate > best[0]:
+                best = rate, k
+        return best

@@ -10,18 +10,21 @@ options and seed alone; drafts, company and controller only decide how many of t
 from __future__ import annotations
 
 import itertools
+import operator
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 
 from . import verify
 from .backends.base import Backend, Pass, Rows
-from .controller import FIXED_DRAFT, MAX_DRAFT, Controller, Track
-from .drafters.base import Drafter, State
+from .controller import FIXED_DRAFT, MAX_DRAFT, Ask, Choice, Controller, Offer
+from .drafters.base import Drafter, State, Want
+from .evidence import Evidence
 from .sampling import Sampler
 from .types import F32, Constraint, Draft, OutpaceError, SampleOpts, Stats, TokenLogprobs, UsageError, Verdict
 
@@ -43,7 +46,7 @@ class Request:
     tokens: prompt and emitted tokens. slot: the target's. read: how many of `tokens` the slot holds.
     limit: most tokens to emit. finish: "" while running, then "stop" (end token, stop token or stop string),
     "length", "cancelled" or "error" (error says which). taps: wanted hidden states; tapped[t] collects one float32 row
-    per token read.
+    per token read. evidence: how its drafts fare. without: drafters that failed for it.
     """
 
     prompt: tuple[int, ...]
@@ -54,6 +57,7 @@ class Request:
     text: TextSink | None = None
     taps: tuple[int, ...] = ()
     speculate: bool = True
+    evidence: Evidence = field(default_factory=Evidence)
     slot: int = -1
     read: int = 0
     finish: str = ""
@@ -63,14 +67,14 @@ class Request:
     tapped: dict[int, list[F32]] = field(default_factory=dict)
     rounds: list[tuple[int, int]] = field(default_factory=list)
     stats: Stats = field(default_factory=Stats)
-    track: Track = field(default_factory=Track)
+    without: set[str] = field(default_factory=set)
     state: State = field(init=False)
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
         self.state = State(self.tokens, self.sampler)
         self.stats.prompt_tokens = len(self.prompt)
-        self.track.steady = self.opts.rule != "match" and bool(self.opts.temperature)
+        self.evidence.steady = self.opts.rule != "match" and bool(self.opts.temperature)
 
     def begin(self, slot: int, read: int) -> None:
         """Gives the request its slot, which already holds the prompt's first `read` tokens."""
@@ -112,11 +116,15 @@ class Request:
 
 @dataclass(slots=True)
 class _Share:
-    """One request's part of a pass: tokens to read, then a draft (empty while the prompt is not read to its end)."""
+    """One request's part of a pass: tokens to read, then a draft (empty while the prompt is not read to its end).
+
+    offered: drafts of free sources, chosen or not: what is emitted says how good they were.
+    """
 
     request: Request
     reading: list[int]
     draft: Draft = field(default_factory=Draft)
+    offered: list[Draft] = field(default_factory=list)
 
     @property
     def decodes(self) -> bool:
@@ -135,16 +143,20 @@ class _Share:
 class Decoder:
     """Runs rounds for any number of requests on one target.
 
-    drafter None decodes plainly: the same tokens, one a round.
+    drafters: where drafts come from, the main one first (rules that need a fixed source take it alone); without any
+    it decodes plainly: the same tokens, one a round.
     """
 
-    def __init__(self, target: Backend, drafter: Drafter | None = None, controller: Controller | None = None) -> None:
+    def __init__(self, target: Backend, drafters: Sequence[Drafter] = (), controller: Controller | None = None) -> None:
         self.target = target
-        self.drafter = drafter
+        self.drafters = tuple(drafters)
+        names = [drafter.name for drafter in self.drafters]
+        if len(set(names)) < len(names):
+            raise UsageError(f"drafters are told apart by their names, got {', '.join(names)}")
         self.controller = controller or Controller()
         # Each request has its row and room for a short draft, however much of a prompt another one brings: rules that
         # draft a fixed length must not depend on company.
-        self._reserve = FIXED_DRAFT if drafter is not None else 0
+        self._reserve = FIXED_DRAFT if self.drafters else 0
         self.most = max(1, target.capacity.rows // (1 + self._reserve))  # requests in a pass
 
     def round(self, requests: Sequence[Request]) -> None:
@@ -155,7 +167,7 @@ class Decoder:
         """
         start = time.perf_counter()
         shares = self._read(requests)
-        drafted = self._propose(shares)
+        self._propose(shares)
         drafted_at = time.perf_counter()
         taps = tuple(sorted(set(itertools.chain.from_iterable(r.taps for r in requests))))
         batch = [share.rows() for share in shares]
@@ -175,7 +187,7 @@ class Decoder:
         done = time.perf_counter()
         decoding = all(len(share.reading) == 1 for share in shares)
         if decoding:
-            self.controller.observe(first_row, passed_at - drafted_at, drafted, drafted_at - start)
+            self.controller.costs.add_pass(first_row, passed_at - drafted_at)
         for share, before in zip(shares, emitted, strict=True):
             stats = share.request.stats
             if len(share.reading) > 1:
@@ -200,31 +212,55 @@ class Decoder:
             shares.append(_Share(request, request.tokens[request.read : request.read + 1 + extra]))
         return shares
 
-    def _propose(self, shares: Sequence[_Share]) -> int:
-        """Fills in the drafts of the shares that decode; returns how many tokens were drafted."""
+    def _propose(self, shares: Sequence[_Share]) -> None:
+        """Fills in the drafts of the shares that decode, from the sources and at the lengths that promise most."""
         willing = [share for share in shares if share.decodes and share.request.speculate]
-        if not willing or self.drafter is None:
-            return 0
+        if not willing or not self.drafters:
+            return
         room = self.target.capacity.rows - sum(len(share.reading) for share in shares)
         limits = [self._limit(share.request, room // len(willing)) for share in willing]
-        lengths = self.controller.lengths([share.request.track for share in willing], limits)
-        wanted = [(share, n) for share, n in zip(willing, lengths, strict=True) if n > 0]
-        try:
-            drafts = self.drafter.propose([(share.request.state, n) for share, n in wanted]) if wanted else []
-            vocab = self.target.config.vocab_size
-            drafts = [draft.cut(n).checked(vocab) for draft, (_, n) in zip(drafts, wanted, strict=True)]
-        except Exception as error:  # whatever a drafter does, it must not cost the answer
-            for share, _ in wanted:
-                share.request.speculate = False
-            why = str(error) if isinstance(error, OutpaceError) else f"{type(error).__name__}: {error}"
-            warnings.warn(f"drafter {self.drafter.name} failed and is left out for this request: {why}", stacklevel=4)
-            return 0
-        for (share, _), draft in zip(wanted, drafts, strict=True):
+        asks = [Ask(share.request.evidence, most, []) for share, most in zip(willing, limits, strict=True)]
+        for drafter in self.drafters:
+            usable = [i for i, ask in enumerate(asks) if ask.most and drafter.name not in willing[i].request.without]
+            if drafter.free:
+                drafts = self._draft(drafter, [(willing[i], Want(willing[i].request.state, limits[i])) for i in usable])
+                for i, draft in zip(usable, drafts, strict=True):
+                    asks[i].offers.append(_made(draft, asks[i].evidence))
+                    willing[i].offered.append(draft)
+            else:
+                for i in usable:
+                    chances = asks[i].evidence.by_place(drafter.name, limits[i])
+                    asks[i].offers.append(Offer(drafter.name, list(itertools.accumulate(chances, operator.mul))))
+        choices = self.controller.choose(asks, others=len(shares) - len(willing))
+        for drafter in self.drafters:
+            chosen = [i for i, choice in enumerate(choices) if _is_from(choice, drafter)]
+            wanted = [(willing[i], _want(willing[i], choices[i], limits[i], drafter)) for i in chosen]
+            start = time.perf_counter()
+            drafts = self._draft(drafter, wanted) if wanted else []
+            self.controller.costs.add_draft(drafter.name, sum(map(len, drafts)), time.perf_counter() - start)
+            for i, draft in zip(chosen, drafts, strict=True):
+                willing[i].draft = draft
+        for share, choice in zip(willing, choices, strict=True):
+            if choice.offer is not None and choice.offer.draft is not None:
+                share.draft = choice.offer.draft.cut(choice.length)
             try:
-                share.draft = _allowed(draft, share.request.opts.constraint)
+                share.draft = _allowed(share.draft, share.request.opts.constraint)
             except Exception as error:
                 share.request.fail(error)
-        return sum(len(share.draft) for share, _ in wanted)
+
+    def _draft(self, drafter: Drafter, wanted: Sequence[tuple[_Share, Want]]) -> list[Draft]:
+        """What the drafter proposes, checked. One that fails is left out from here on for these requests."""
+        vocab = self.target.config.vocab_size
+        try:
+            drafts = drafter.propose([want for _, want in wanted])
+            pairs = zip(drafts, wanted, strict=True)
+            return [draft.cut(max(want.most, want.stretch)).checked(vocab) for draft, (_, want) in pairs]
+        except Exception as error:  # whatever a drafter does, it must not cost the answer
+            for share, _ in wanted:
+                share.request.without.add(drafter.name)
+            why = str(error) if isinstance(error, OutpaceError) else f"{type(error).__name__}: {error}"
+            warnings.warn(f"drafter {drafter.name} failed and is left out for this request: {why}", stacklevel=5)
+            return [Draft(source=drafter.name)] * len(wanted)
 
     def _limit(self, request: Request, room: int) -> int:
         """Most draft tokens that can be of use: each must leave a place for the token after it."""
@@ -238,7 +274,9 @@ class Decoder:
         kept: tuple[int, ...] = ()
         if share.decodes:
             verdict = decide(request.sampler, draft, logits)
+            before = len(request.tokens)
             kept = self._emit(request, draft, verdict, logits)
+            _learn(share, request.tokens[before:])
             # Of a round that ended the answer early, only what the text holds stays: all but the last token.
         rows = [*range(read), *(read + i for i in kept)]
         self.target.commit(request.slot, rows)
@@ -268,8 +306,47 @@ class Decoder:
             counts.extend([0] * (n - len(counts)))
             for i in range(n):
                 counts[i] += 1
-        request.track.observe(len(draft), accepted)
         return verdict.kept[: emitted - 1]
+
+
+def _made(draft: Draft, evidence: Evidence) -> Offer:
+    """A draft that is there already, judged by how sure its source is, or else by place."""
+    if draft.confidence is not None:
+        chances = evidence.by_confidence(draft.source, draft.confidence)
+    else:
+        chances = evidence.by_place(draft.source, len(draft))
+    if draft.parents is None:
+        return Offer(draft.source, list(itertools.accumulate(chances, operator.mul)), draft)
+    gains: list[float] = []
+    depths: list[int] = []
+    for node, parent in enumerate(draft.parents):
+        depths.append(0 if parent < 0 else depths[parent] + 1)
+        # Without confidences siblings share the chance of their place.
+        chance = chances[node] if draft.confidence is not None else chances[depths[node]] / draft.parents.count(parent)
+        gains.append(chance if parent < 0 else gains[parent] * chance)
+    return Offer(draft.source, gains, draft)
+
+
+def _learn(share: _Share, emitted: Sequence[int]) -> None:
+    """Counts what became of the draft, and of those that cost nothing and were not chosen."""
+    evidence = share.request.evidence
+    for draft in (share.draft, *(offered for offered in share.offered if offered.source != share.draft.source)):
+        evidence.observe(draft, emitted)
+
+
+def _is_from(choice: Choice, drafter: Drafter) -> bool:
+    """Whether the drafter has to draft for this choice."""
+    return choice.offer is not None and choice.offer.source == drafter.name and not drafter.free and choice.length > 0
+
+
+def _want(share: _Share, choice: Choice, limit: int, drafter: Drafter) -> Want:
+    """By evidence a source that knows how sure it is may go on beyond the planned length while it is."""
+    request = share.request
+    if choice.worth <= 0.0:
+        return Want(request.state, choice.length)
+    stretch = min(limit, 2 * choice.length + 1)
+    chances = partial(request.evidence.by_confidence, drafter.name)
+    return Want(request.state, choice.length, stretch, choice.worth, chances)
 
 
 def decide(sampler: Sampler, draft: Draft, logits: F32) -> Verdict:

@@ -82,6 +82,7 @@ class Engine:
             text=text,
             taps=taps,
             speculate=speculate,
+            evidence=self.decoder.controller.track(),
         )
         with self.lock:
             self.waiting.append(request)
@@ -169,7 +170,7 @@ class Engine:
         else:  # failed, or interrupted while it was admitted: nobody knows what the slot holds
             self._slots.drop(request)
         try:
-            if self.decoder.drafter is not None:
-                self.decoder.drafter.forget(request.state)
+            for drafter in self.decoder.drafters:
+                drafter.forget(request.state)
         finally:
             self.running.remove(request)

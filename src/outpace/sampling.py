@@ -334,10 +334,19 @@ class Sampler:
 
         Under the match rule it is drawn with the target's noise, so that close distributions give equal tokens.
         """
+        if self.opts.rule == "match":
+            return self.token(logits, ahead), None
         row = self.row(logits, ahead)
-        if row.one_hot or self.opts.rule == "match":
-            return self.noise.draw(row, Stream.TOKEN, self.position + len(ahead)), None
+        if row.one_hot:
+            return int(row.tokens[0]), None
         return self.noise.draw(row, Stream.DRAFT, self.position, self.position + len(ahead)), row
+
+    def confidence(self, logits: F32, token: int) -> float:
+        """The probability of a token by raw logits float32 [vocab_size]; 0.0 where they hold no number."""
+        with np.errstate(all="ignore"):
+            top = logits.max()
+            share = float(np.exp(logits[token] - top) / np.exp(logits - top).sum())
+        return share if share == share else 0.0
 
     # -- the randomness of the rejection and block rules; a round is named by its first position, so that no number
     #    that one round has looked at is used by the next

@@ -116,17 +116,21 @@ class Draft:
 
     tokens: n ids. q: for each token the distribution that it was drawn from; None (the whole, or one entry) means
     one-hot: the token was chosen, not drawn. parents: for each token the index of the draft token before it, -1 for
-    the context's last token; None means a chain. source: the drafter's name, for statistics.
+    the context's last token; None means a chain. source: the drafter's name, for statistics. confidence: how sure the
+    drafter is of each token, given that its parent is right (0 .. 1); None where it cannot tell.
     """
 
     tokens: tuple[int, ...] = ()
     q: tuple[Distribution | None, ...] | None = None
     parents: tuple[int, ...] | None = None
     source: str = ""
+    confidence: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.q is not None and len(self.q) != len(self.tokens):
             raise UsageError(f"draft has {len(self.tokens)} tokens but {len(self.q)} distributions")
+        if self.confidence is not None and len(self.confidence) != len(self.tokens):
+            raise UsageError(f"draft has {len(self.tokens)} tokens but {len(self.confidence)} confidences")
         if self.parents is not None:
             if len(self.parents) != len(self.tokens):
                 raise UsageError(f"draft has {len(self.tokens)} tokens but {len(self.parents)} parents")
@@ -158,6 +162,22 @@ class Draft:
             node = self.parents[node]
         return tuple(reversed(tokens))
 
+    def children(self, node: int) -> list[int]:
+        """Draft tokens that follow `node` (-1: the context), in the order they were drawn."""
+        if self.parents is None:
+            return [node + 1] if node + 1 < len(self.tokens) else []
+        return [i for i, parent in enumerate(self.parents) if parent == node]
+
+    def follow(self, tokens: Sequence[int]) -> list[int]:
+        """The draft tokens that these tokens go through, one after the other, as far as the draft has them."""
+        path: list[int] = []
+        for token in tokens:
+            child = next((i for i in self.children(path[-1] if path else -1) if self.tokens[i] == token), None)
+            if child is None:
+                break
+            path.append(child)
+        return path
+
     def cut(self, n: int) -> Draft:
         """The draft's first n tokens."""
         return self if n >= len(self.tokens) else self.keep(range(n))
@@ -170,6 +190,7 @@ class Draft:
             None if self.q is None else tuple(self.q[node] for node in nodes),
             None if self.parents is None else tuple(place[self.parents[node]] for node in nodes),
             self.source,
+            None if self.confidence is None else tuple(self.confidence[node] for node in nodes),
         )
 
 

@@ -25,20 +25,13 @@ Row = Callable[[int], Distribution]
 ROOT = -1
 
 
-def children(draft: Draft, node: int) -> list[int]:
-    """Draft tokens that follow `node` (ROOT: the context), in the order they were drawn."""
-    if draft.parents is None:
-        return [node + 1] if node + 1 < len(draft) else []
-    return [i for i, parent in enumerate(draft.parents) if parent == node]
-
-
 def match(draft: Draft, token: Callable[[int], int]) -> Verdict:
     """Keeps the draft while it is what the target says. token(row): the target's own token at that row."""
     node = ROOT
     kept: list[int] = []
     while True:
         x = token(node + 1)
-        follow = [child for child in children(draft, node) if draft.tokens[child] == x]
+        follow = [child for child in draft.children(node) if draft.tokens[child] == x]
         if not follow:
             return Verdict(tuple(kept), x)
         node = follow[0]
@@ -57,7 +50,7 @@ def rejection(
     kept: list[int] = []
     while True:
         target = p(node + 1)
-        for child in children(draft, node):
+        for child in draft.children(node):
             x, q = draft.tokens[child], _q(draft, child)
             # Strictly less: a token that the target cannot emit (p = 0) is never accepted.
             if uniform(child) * q.prob(x) < target.prob(x):

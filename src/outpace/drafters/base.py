@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,6 +21,22 @@ class State:
     sampler: Sampler
 
 
+@dataclass(slots=True)
+class Want:
+    """A request for a draft of at most `most` tokens.
+
+    A drafter that knows how sure it is stops before the first token whose chance of being reached and accepted is
+    smaller than `worth`, and may go on to `stretch` tokens while it is not. chances: turns confidences along a chain
+    into the chance of each token, given the one before; None: they are taken as they are.
+    """
+
+    state: State
+    most: int
+    stretch: int = 0
+    worth: float = 0.0
+    chances: Callable[[Sequence[float]], list[float]] | None = None
+
+
 class Drafter(Protocol):
     """Guesses the next tokens of many requests at once (a model that drafts reads its weights once for all of them).
 
@@ -29,9 +45,10 @@ class Drafter(Protocol):
     """
 
     name: str
+    free: bool  # a draft costs next to nothing (a look-up): it is made first and judged then
 
-    def propose(self, wanted: Sequence[tuple[State, int]]) -> list[Draft]:
-        """For each (state, n) at most n tokens that may follow state.tokens; fewer, or none, where nothing is known."""
+    def propose(self, wanted: Sequence[Want]) -> list[Draft]:
+        """For each at most `most` tokens that may follow state.tokens; fewer, or none, where nothing is known."""
 
     def forget(self, state: State) -> None:
         """The request has ended."""

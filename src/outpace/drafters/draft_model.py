@@ -13,8 +13,9 @@ import numpy as np
 
 from ..backends.base import Backend, Rows
 from ..slots import SlotPool, common_prefix
-from ..types import F32, Distribution, Draft
-from .base import State
+from ..types import F32, Draft
+from .base import State, Want
+from .chain import Chain
 
 
 @dataclass(slots=True)
@@ -30,6 +31,7 @@ class DraftModelDrafter:
     """Drafts a chain with another backend, drawing as the request's sampler does (coupled noise, or from q)."""
 
     name = "draft_model"
+    free = False
 
     def __init__(self, model: Backend) -> None:
         """The caller has checked that the two models' vocabularies hold the same tokens (padding may differ)."""
@@ -37,25 +39,21 @@ class DraftModelDrafter:
         self._pool = SlotPool(model)
         self._cached: dict[State, _Cached] = {}
 
-    def propose(self, wanted: Sequence[tuple[State, int]]) -> list[Draft]:
-        tokens: list[list[int]] = [[] for _ in wanted]
-        rows: list[list[Distribution | None]] = [[] for _ in wanted]
-        active = [i for i, (state, n) in enumerate(wanted) if self._room(state, n) > 0]
-        pending = {i: self._sync(wanted[i][0]) for i in active}
+    def propose(self, wanted: Sequence[Want]) -> list[Draft]:
+        chains = [Chain(want, self._room(want)) for want in wanted]
+        active = [chain for chain in chains if chain.room > 0]
+        pending = {chain.state: self._sync(chain.state) for chain in active}
         while active:
-            logits = self._advance([(wanted[i][0], pending[i]) for i in active])
-            for i, row in zip(active, logits, strict=True):
-                state = wanted[i][0]
-                token, q = state.sampler.draft(_fit(row, state.sampler.vocab_size), tokens[i])
-                tokens[i].append(token)
-                rows[i].append(q)
-                pending[i] = [token]
-            active = [i for i in active if len(tokens[i]) < self._room(*wanted[i])]
-        return [Draft(tuple(t), tuple(q), source=self.name) for t, q in zip(tokens, rows, strict=True)]
+            logits = self._advance([(chain.state, pending[chain.state]) for chain in active])
+            for chain, row in zip(active, logits, strict=True):
+                chain.extend(_fit(row, chain.state.sampler.vocab_size))
+            active = [chain for chain in active if chain.goes_on]
+            pending = {chain.state: chain.tokens[-1:] for chain in active}
+        return [chain.draft(self.name) for chain in chains]
 
-    def _room(self, state: State, n: int) -> int:
+    def _room(self, want: Want) -> int:
         """Draft tokens that still fit the draft model's context (the last one is never fed to it)."""
-        return max(0, min(n, self.model.capacity.positions - len(state.tokens) + 1))
+        return max(0, min(max(want.most, want.stretch), self.model.capacity.positions - len(want.state.tokens) + 1))
 
     def _sync(self, state: State) -> list[int]:
         """Cuts the slot back to the common prefix with the request's text; returns the tokens it still has to read."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..types import Draft, UsageError
-from .base import State
+from .base import State, Want
 
 
 @dataclass(slots=True)
@@ -26,6 +26,7 @@ class NgramDrafter:
     """Looks for the longest of the last `longest` .. `shortest` tokens elsewhere in prompt and output."""
 
     name = "ngram"
+    free = True
 
     def __init__(self, longest: int = 4, shortest: int = 2) -> None:
         """Raises UsageError unless 1 <= shortest <= longest."""
@@ -34,10 +35,10 @@ class NgramDrafter:
         self.longest, self.shortest = longest, shortest
         self._indexes: dict[State, _Index] = {}
 
-    def propose(self, wanted: Sequence[tuple[State, int]]) -> list[Draft]:
-        return [Draft(self._continuation(state, n), source=self.name) for state, n in wanted]
+    def propose(self, wanted: Sequence[Want]) -> list[Draft]:
+        return [self._draft(want.state, want.most) for want in wanted]
 
-    def _continuation(self, state: State, n: int) -> tuple[int, ...]:
+    def _draft(self, state: State, n: int) -> Draft:
         index = self._indexes.setdefault(state, _Index([{} for _ in range(self.longest)]))
         tokens = state.tokens
         # The n-gram that ends the text is looked up first and indexed later: it must not find itself.
@@ -49,8 +50,9 @@ class NgramDrafter:
         for size in range(min(self.longest, len(tokens)), self.shortest - 1, -1):
             start = index.ends[size - 1].get(tuple(tokens[-size:]))
             if start is not None:
-                return self._copy(tokens, start, n)
-        return ()
+                # The longer the match, the surer what follows it; the controller learns how sure.
+                return Draft(self._copy(tokens, start, n), source=self.name, confidence=(size / (size + 1),) * n)
+        return Draft(source=self.name)
 
     @staticmethod
     def _copy(tokens: list[int], start: int, n: int) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..types import Draft, UsageError
-from .base import State
+from .base import State, Want
 
 
 class SuffixAutomaton:
@@ -89,6 +89,7 @@ class SuffixDrafter:
     """Drafts what followed the longest earlier occurrence of the text's end: at most `reach` tokens a token matched."""
 
     name = "suffix"
+    free = True
 
     def __init__(self, shortest: int = 2, reach: float = 2.0) -> None:
         """shortest: a match below this many tokens promises nothing. Raises UsageError unless both are positive."""
@@ -97,15 +98,19 @@ class SuffixDrafter:
         self.shortest, self.reach = shortest, reach
         self._automata: dict[State, SuffixAutomaton] = {}
 
-    def propose(self, wanted: Sequence[tuple[State, int]]) -> list[Draft]:
-        return [Draft(self._continuation(state, n), source=self.name) for state, n in wanted]
+    def propose(self, wanted: Sequence[Want]) -> list[Draft]:
+        return [self._draft(want.state, want.most) for want in wanted]
 
-    def _continuation(self, state: State, n: int) -> tuple[int, ...]:
+    def _draft(self, state: State, n: int) -> Draft:
         automaton = self._automata.setdefault(state, SuffixAutomaton())
         for token in state.tokens[len(automaton.tokens) :]:
             automaton.extend(token)
         length = automaton.match_length
-        return automaton.continuation(min(n, int(length * self.reach))) if length >= self.shortest else ()
+        if length < self.shortest:
+            return Draft(source=self.name)
+        tokens = automaton.continuation(min(n, int(length * self.reach)))
+        # The longer the match, the surer what follows it; the controller learns how sure.
+        return Draft(tokens, source=self.name, confidence=(length / (length + 1),) * len(tokens))
 
     def forget(self, state: State) -> None:
         self._automata.pop(state, None)

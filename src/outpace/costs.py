@@ -1,0 +1,119 @@
+"""What passes and drafts cost on this machine: measured while decoding, between and beyond by a known shape.
+
+Neighbours: controller.py decides by these figures, decode.py reports what it saw; `measure_shape` is run once a model
+and machine, and the shape kept (api.py). Seconds are whatever clock the decoder uses.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+from .backends.base import Backend, Rows
+
+_ROW_PRIOR = 0.08  # T(rows) / T(1) - 1 per further row where nothing is known
+_SHAPE_ROWS = (1, 2, 4, 8, 12, 16)
+
+
+class Timing:
+    """The last few timings of one thing. Its value is their lower median: an interrupted pass says nothing."""
+
+    def __init__(self) -> None:
+        self._last: deque[float] = deque(maxlen=7)
+
+    def add(self, seconds: float) -> None:
+        self._last.append(seconds)
+
+    @property
+    def value(self) -> float:
+        return sorted(self._last)[(len(self._last) - 1) // 2] if self._last else 0.0
+
+
+class Costs:
+    """Seconds of a pass by its rows, and of a draft token by its source.
+
+    shape: rows -> T(rows) / T(1), as measure_shape found it; only its ratios count, because a machine that was quiet
+    when it was measured may be busy now.
+    """
+
+    def __init__(self, shape: Mapping[int, float] | None = None) -> None:
+        self._shape = sorted((shape or {}).items())
+        self._passes: dict[int, Timing] = {}
+        self._drafts: dict[str, Timing] = {}
+
+    def add_pass(self, rows: int, seconds: float) -> None:
+        self._passes.setdefault(rows, Timing()).add(seconds)
+
+    def add_draft(self, source: str, tokens: int, seconds: float) -> None:
+        if tokens:
+            self._drafts.setdefault(source, Timing()).add(seconds / tokens)
+
+    def knows(self, rows: int) -> bool:
+        """Whether a pass of so many rows was measured while decoding."""
+        return rows in self._passes
+
+    def draft(self, source: str) -> float:
+        """Seconds of a draft token; 0.0 before the first."""
+        timing = self._drafts.get(source)
+        return timing.value if timing is not None else 0.0
+
+    def passes(self, first: int, last: int) -> list[float]:
+        """Seconds of passes of first .. last rows: measured, interpolated, or the nearest measured one scaled by the
+        shape. In units of a one-row pass while nothing was measured."""
+        known = sorted((rows, timing.value) for rows, timing in self._passes.items())
+        if not known:
+            return [self._ratio(rows) for rows in range(first, last + 1)]
+        costs, at = [], 0
+        for rows in range(first, last + 1):
+            while at < len(known) and known[at][0] < rows:
+                at += 1
+            if at < len(known) and known[at][0] == rows:
+                costs.append(known[at][1])
+                continue
+            # Between two measurements the shape bends the line; beyond them it goes on from the nearest.
+            sides = [known[at - 1]] if at == len(known) else [known[0]] if at == 0 else [known[at - 1], known[at]]
+            guesses = [seconds * self._ratio(rows) / self._ratio(n) for n, seconds in sides]
+            if len(sides) == 1:
+                costs.append(guesses[0])
+            else:
+                part = (rows - sides[0][0]) / (sides[1][0] - sides[0][0])
+                costs.append((1 - part) * guesses[0] + part * guesses[1])
+        return costs
+
+    def _ratio(self, rows: int) -> float:
+        """T(rows) / T(1) by the shape, or by the prior."""
+        shape = self._shape
+        if len(shape) < 2:
+            return 1.0 + _ROW_PRIOR * (rows - 1)
+        i = next((i for i, (n, _) in enumerate(shape) if n >= rows), len(shape) - 1)
+        i = max(i, 1)
+        (low, low_cost), (high, high_cost) = shape[i - 1], shape[i]
+        return max(0.1, low_cost + (rows - low) / (high - low) * (high_cost - low_cost))
+
+
+def measure_shape(target: Backend, seconds: float = 0.3, rows: Sequence[int] = _SHAPE_ROWS) -> dict[int, float]:
+    """T(n) / T(1) for some row counts, on an empty slot: medians of interleaved passes for about so many seconds, each
+    count twice at least. {} when the target takes no pass of that many rows, or has no slot."""
+    fit = [n for n in rows if n <= min(target.capacity.rows, target.capacity.positions)]
+    if len(fit) < 2:
+        return {}
+    slot = target.new_slot()
+    try:
+        target.forward([Rows(slot, [0] * fit[-1])])  # the first pass finds pages and caches cold
+        times: dict[int, list[float]] = {n: [] for n in fit}
+        end = time.perf_counter() + seconds
+        while len(times[fit[0]]) < 2 or (len(times[fit[0]]) < 15 and time.perf_counter() < end):
+            for n in fit:
+                start = time.perf_counter()
+                target.forward([Rows(slot, [0] * n)])
+                times[n].append(time.perf_counter() - start)
+    finally:
+        target.free_slot(slot)
+    middle = {n: sorted(found)[(len(found) - 1) // 2] for n, found in times.items()}
+    # Noise must not make more rows cheaper than fewer: a draft would then be free.
+    shape, least = {}, 1.0
+    for n in fit:
+        least = max(least, middle[n] / middle[fit[0]])
+        shape[n] = least
+    return shape

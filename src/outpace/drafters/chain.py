@@ -1,0 +1,40 @@
+"""A draft that grows token by token, drawn from a model's logits, until one more is not worth its row.
+
+Neighbours: draft_model.py and the drafters with learned heads, which differ in where the logits come from.
+"""
+
+from __future__ import annotations
+
+from ..types import F32, Distribution, Draft
+from .base import Want
+
+
+class Chain:
+    """One request's draft in the making; at most `room` tokens."""
+
+    def __init__(self, want: Want, room: int) -> None:
+        self.state, self.room = want.state, room
+        self.tokens: list[int] = []
+        self.goes_on = room > 0
+        self._want = want
+        self._q: list[Distribution | None] = []
+        self._confidence: list[float] = []
+        self._reach = 1.0  # chance that all tokens so far are accepted
+
+    def extend(self, logits: F32) -> None:
+        """Draws the next token from float32 [vocab_size] as the request's sampler does (coupled noise, or from q)."""
+        sampler = self.state.sampler
+        token, q = sampler.draft(logits, self.tokens)
+        sure = sampler.confidence(logits, token)
+        want = self._want
+        self._reach *= sure if want.chances is None else want.chances((sure,))[0]
+        if self._reach < want.worth:
+            self.goes_on = False
+            return
+        self.tokens.append(token)
+        self._q.append(q)
+        self._confidence.append(sure)
+        self.goes_on = len(self.tokens) < self.room
+
+    def draft(self, source: str) -> Draft:
+        return Draft(tuple(self.tokens), tuple(self._q), source=source, confidence=tuple(self._confidence))
