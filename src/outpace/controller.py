@@ -129,7 +129,8 @@ class Controller:
         rate, length, i, offer = max(trials, key=lambda trial: trial[0])
         # Tokens that the plain round would have emitted in the time, and this one is not expected to.
         lost = (sure / costs[0] - rate) * (costs[length] + length * self._token_s(offer))
-        if self._idle >= min(_PROBE_EVERY[1], lost / (_PROBE_SHARE * sure)):
+        patience = min(_PROBE_EVERY[1], lost / (_PROBE_SHARE * sure))
+        if self._idle >= patience or self.costs.is_new(offer.source):
             self._idle = 0
             choices[i] = Choice(offer, length)
         return choices

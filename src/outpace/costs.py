@@ -26,6 +26,10 @@ class Timing:
         self._last.append(seconds)
 
     @property
+    def count(self) -> int:
+        return len(self._last)
+
+    @property
     def value(self) -> float:
         return sorted(self._last)[(len(self._last) - 1) // 2] if self._last else 0.0
 
@@ -52,6 +56,11 @@ class Costs:
     def knows(self, rows: int) -> bool:
         """Whether a pass of so many rows was measured while decoding."""
         return rows in self._passes
+
+    def is_new(self, source: str) -> bool:
+        """Whether so few drafts were timed that one interruption could make the figure."""
+        timing = self._drafts.get(source)
+        return timing is None or timing.count < 3
 
     def draft(self, source: str) -> float:
         """Seconds of a draft token; 0.0 before the first."""
