@@ -111,8 +111,7 @@ class NativeBackend:
         layout = f"{_native.LAYOUT} {_native.unsigned_bytes()} {sys.byteorder} {config!r}"
         kept = relaid.read(layout) if relaid is not None else None
         if kept is not None and self._place(kept, expected):
-            for name in expected:
-                weights.take_tensor(name)
+            weights.clear()
             return
         for name, shape in expected.items():
             self._put(name, shape, weights, precision)
