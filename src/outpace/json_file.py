@@ -33,7 +33,7 @@ def read_json(path: Path, *, missing: dict[str, Any] | None = None) -> dict[str,
     try:
         data = json.loads(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise ModelError(f"{path}: is not UTF-8 text at byte {error.start}") from None
+        raise ModelError(f"{path}: is not valid JSON: not UTF-8 text at byte {error.start}") from None
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path}: is not valid JSON: {' '.join(str(error).split())[:200]}") from None
     if not isinstance(data, dict):
