@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 import outpace
 import tiny_folder
 from outpace import api
-from outpace.cli import build
+from outpace.cli.app import build
 from outpace.cli.quick import PlainValues
 from outpace.types import SampleOpts, UsageError
 
@@ -363,7 +363,7 @@ def process(*args: str, **more: Any) -> subprocess.CompletedProcess[str]:
 def test_help_and_version_load_nothing_heavy() -> None:
     code = f"""
 import sys
-from outpace.cli import build
+from outpace.cli.app import build
 from outpace.cli.quick import PlainValues
 try:
     build()(["--help"])
