@@ -6,6 +6,7 @@ Neighbours: config.py and text/ read theirs through it. Nobody vouches for such 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ def read_json(path: Path, *, missing: dict[str, Any] | None = None) -> dict[str,
     """
     try:
         with path.open("rb") as file:
-            raw = file.read(MAX_JSON_BYTES + 1)
+            raw = file.read(min(os.fstat(file.fileno()).st_size, MAX_JSON_BYTES) + 1)
     except FileNotFoundError as error:
         if missing is not None:
             return missing
