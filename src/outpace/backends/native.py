@@ -41,7 +41,7 @@ class NativeBackend:
 
     precision: "int8" holds matrices in groups of 32 (exactly, where the file's kind allows it; rounded otherwise) and
     rounds activations to 8 bits; "f32" keeps everything in float32. slots: sequences at once. positions: tokens a slot
-    holds; the model's own limit by default. rows: rows a pass takes. threads: 1 to 256; None: as cores.py says. Memory
+    holds; the model's own limit by default. rows: rows a pass takes. threads: 1 to 256; None: the usable cores. Memory
     for the cache grows with use. The environment variable OUTPACE_ISA forces a kernel family (avx512vnni, avx2,
     portable). relaid: where the weights are kept as the kernels read them; with "int8" they are mapped from there, or
     written there for the next time. The results are the same, bit by bit.
@@ -111,8 +111,7 @@ class NativeBackend:
         layout = f"{_native.LAYOUT} {_native.unsigned_bytes()} {sys.byteorder} {config!r}"
         kept = relaid.read(layout) if relaid is not None else None
         if kept is not None and self._place(kept, expected):
-            for name in expected:
-                weights.take_tensor(name)
+            weights.clear()
             return
         for name, shape in expected.items():
             self._put(name, shape, weights, precision)

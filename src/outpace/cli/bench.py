@@ -30,7 +30,7 @@ def kernels(
         list[int] | None,
         typer.Option(help="Measure decoding after N tokens. Repeatable.", show_default="0, 1024, 4096"),
     ] = None,
-    threads: Annotated[int | None, typer.Option(help="Threads; all cores by default.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads; by default one for each fast core.")] = None,
     seconds: Annotated[
         float, typer.Option(help="Time for comparing row counts; the rest takes about twice that.")
     ] = 12,

@@ -78,7 +78,7 @@ class Model:
     no_speculation: Annotated[bool, _model("Plain decoding: the same tokens, one a pass.", "--no-speculation")] = False
     precision: Annotated[str, _model("Arithmetic: int8 or f32.")] = "int8"
     context: Annotated[int | None, _model("Tokens that prompt and answer may have; saves memory.")] = None
-    threads: Annotated[int | None, _model("Threads; all cores by default.")] = None
+    threads: Annotated[int | None, _model("Threads; by default one for each fast core.")] = None
     no_cache: Annotated[
         bool, _model("Neither use nor keep the weights as they are laid out for this machine.", "--no-cache")
     ] = False
