@@ -202,7 +202,7 @@ void force(const char* family) {
 #endif
 }
 
-void check_all(int rounds) {
+void check_all(int rounds, int models) {
     const auto families = available_kernels();
     std::printf("families:");
     for (const Kernels* family : families) std::printf(" %s", family->name);
@@ -211,6 +211,7 @@ void check_all(int rounds) {
     std::printf("kernels: equal to portable over %d random shapes\n", rounds);
     check_pool();
     for (const Kind& kind : kinds()) {
+        if (models-- <= 0) break;
         uint64_t expected = 0;
         for (const Kernels* family : families) {
             force(family->name);
@@ -229,10 +230,10 @@ void check_all(int rounds) {
 }  // namespace
 }  // namespace outpace
 
-// outpace_check [random shapes a family]
+// outpace_check [random shapes a family] [models]
 int main(int count, char** words) {
     try {
-        outpace::check_all(count > 1 ? std::atoi(words[1]) : 300);
+        outpace::check_all(count > 1 ? std::atoi(words[1]) : 300, count > 2 ? std::atoi(words[2]) : 100);
     } catch (const std::exception& error) {
         std::fflush(stdout);
         std::fprintf(stderr, "FAILED: %s\n", error.what());
