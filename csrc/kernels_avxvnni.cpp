@@ -1,4 +1,4 @@
-// AVX2 with AVX-VNNI: Intel's client processors from Alder Lake on, AMD from Zen 5 on (which has AVX512 too).
+// AVX2 with AVX-VNNI: Intel's client processors from Alder Lake on.
 #include "kernels.h"
 
 #if defined(__AVX2__) && defined(__AVXVNNI__) && defined(__FMA__) && defined(__F16C__)
