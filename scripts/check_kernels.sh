@@ -59,8 +59,8 @@ build native
 run "this processor" any "$out/native/outpace_check"
 x86=$(emulator x86_64)
 if [ "$(uname -m)" = x86_64 ] && [ -n "$x86" ]; then
-    run "x86 without AVX (qemu)" " portable" "$x86" -cpu Nehalem "$out/native/outpace_check" 20 2
-    run "x86 with AVX2 (qemu)" " avx2 portable" "$x86" -cpu Haswell "$out/native/outpace_check" 20 2
+    run "x86 without AVX (qemu)" " portable" "$x86" -cpu Nehalem "$out/native/outpace_check" 20 1
+    run "x86 with AVX2 (qemu)" " avx2 portable" "$x86" -cpu Haswell "$out/native/outpace_check" 20 1
 fi
 if [ "${1:-}" = neon ]; then
     build aarch64 -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ \
