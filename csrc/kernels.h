@@ -24,14 +24,14 @@ struct Panels {
     float* meta = nullptr;
     int rows = 0, tile = 0, groups = 0;
 
-    int in_panel(int row) const {
+    OUTPACE_INLINE int in_panel(int row) const {
         const int first = row / tile * tile;
         return rows - first < tile ? rows - first : tile;
     }
-    size_t q_at(int row) const {  // bytes to this row's group 0; groups are in_panel(row) * 32 bytes apart
+    OUTPACE_INLINE size_t q_at(int row) const {  // bytes to this row's group 0; groups are in_panel(row) * 32 bytes apart
         return static_cast<size_t>(row / tile * tile) * groups * GROUP + static_cast<size_t>(row % tile) * GROUP;
     }
-    size_t meta_at(int row) const {  // floats to this row's D of group 0; fields are in_panel(row) floats apart
+    OUTPACE_INLINE size_t meta_at(int row) const {  // floats to this row's D of group 0; fields are in_panel(row) floats apart
         return static_cast<size_t>(row / tile * tile) * groups * FIELDS + static_cast<size_t>(row % tile);
     }
 };
@@ -84,9 +84,13 @@ struct Kernels {
                      int32_t* at);
 };
 
-const Kernels* kernels_portable();
-const Kernels* kernels_avx2();        // null where the build or the processor lacks it
-const Kernels* kernels_avx512vnni();  // null where the build or the processor lacks it
+// Each family's table, null where the build lacks it. Whether the processor can run it is for available_kernels to say:
+// in a family's file nothing but the kernels themselves is compiled, so that nothing of it runs before it is chosen.
+extern const Kernels* const kernels_portable;
+extern const Kernels* const kernels_avx2;
+extern const Kernels* const kernels_avxvnni;
+extern const Kernels* const kernels_avx512vnni;
+extern const Kernels* const kernels_neon;
 
 // The families that this build and processor can run, fastest first.
 std::vector<const Kernels*> available_kernels();

@@ -14,6 +14,8 @@ constexpr int TILE = 2, TILE_F32 = 2, HEADS = 2;
 constexpr int TILE = 12, TILE_F32 = 8, HEADS = 4;  // rows or heads at once: their sums fill the 32 registers
 #elif defined(__AVX2__)
 constexpr int TILE = 4, TILE_F32 = 4, HEADS = 1;
+#elif defined(__aarch64__)
+constexpr int TILE = 4, TILE_F32 = 4, HEADS = 1;  // 32 registers of 4 lanes
 #else
 constexpr int TILE = 2, TILE_F32 = 2, HEADS = 1;
 #endif

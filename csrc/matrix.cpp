@@ -1,11 +1,10 @@
 #include "matrix.h"
 
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <cstring>
-#include <new>
 #include <stdexcept>
+
+#include "memory.h"
 
 namespace outpace {
 namespace {
@@ -55,21 +54,16 @@ float half_to_float(uint16_t bits) {
     return value;
 }
 
-void Arena::Unmap::operator()(uint8_t* at) const { munmap(at, bytes); }
+void Arena::Unmap::operator()(uint8_t* at) const { unmap_memory(at, bytes); }
 
 uint8_t* Arena::take(size_t bytes) {
     bytes = (bytes + 63) / 64 * 64;
     if (pieces_.empty() || size_ - used_ < bytes) {
         const size_t size = (std::max(bytes, PIECE) + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
         pieces_.reserve(pieces_.size() + 1);
-        void* at = mmap(nullptr, size + HUGE_PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-        if (at == MAP_FAILED) throw std::bad_alloc();
-        pieces_.emplace_back(static_cast<uint8_t*>(at), Unmap{size + HUGE_PAGE});
+        pieces_.emplace_back(map_memory(size + HUGE_PAGE), Unmap{size + HUGE_PAGE});
         size_ = size;
         used_ = 0;
-#ifdef MADV_HUGEPAGE
-        madvise(at, size + HUGE_PAGE, MADV_HUGEPAGE);
-#endif
     }
     const auto start = (reinterpret_cast<uintptr_t>(pieces_.back().get()) + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
     uint8_t* at = reinterpret_cast<uint8_t*>(start) + used_;

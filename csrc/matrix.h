@@ -13,6 +13,9 @@
 #include <memory>
 #include <vector>
 
+// For what the kernels' files use of others: a copy of it that one of them left to the linker could run anywhere.
+#define OUTPACE_INLINE inline __attribute__((always_inline))
+
 namespace outpace {
 
 constexpr int OUTS = 16;   // outputs of a block
@@ -45,8 +48,8 @@ struct Matrix {
     size_t block_bytes = 0;
     const uint8_t* data = nullptr;
 
-    size_t weight_bytes() const { return static_cast<size_t>(groups) * (kind == Kind::int4 ? 256 : 512); }
-    size_t scale_bytes() const { return (static_cast<size_t>(groups) * (half ? 32 : 64) + 63) / 64 * 64; }
+    OUTPACE_INLINE size_t weight_bytes() const { return static_cast<size_t>(groups) * (kind == Kind::int4 ? 256 : 512); }
+    OUTPACE_INLINE size_t scale_bytes() const { return (static_cast<size_t>(groups) * (half ? 32 : 64) + 63) / 64 * 64; }
 
     size_t bytes() const { return block_bytes * blocks; }
     size_t weights_at() const { return scale_bytes() * (offset ? 2 : 1); }

@@ -6,13 +6,13 @@
 #include <cstdint>
 #include <cstring>
 
+#include "matrix.h"
+
 #if defined(__AVX2__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
 #include <arm_neon.h>
 #endif
-
-#define OUTPACE_INLINE inline __attribute__((always_inline))
 
 namespace outpace {
 namespace {
@@ -199,6 +199,9 @@ OUTPACE_INLINE float sum(const Floats& v) {
 OUTPACE_INLINE int32_t sum(const Ints& v) {
 #if defined(__AVX512F__)
     return _mm512_reduce_add_epi32((__m512i)v.part[0]);
+#elif defined(__aarch64__)
+    const IntPart all = (v.part[0] + v.part[1]) + (v.part[2] + v.part[3]);
+    return vaddvq_s32((int32x4_t)all);
 #else
     int32_t a[LANES], total = 0;
     std::memcpy(a, &v, sizeof a);
@@ -210,6 +213,10 @@ OUTPACE_INLINE int32_t sum(const Ints& v) {
 OUTPACE_INLINE int32_t largest(const Ints& v) {
 #if defined(__AVX512F__)
     return _mm512_reduce_max_epi32((__m512i)v.part[0]);
+#elif defined(__aarch64__)
+    const int32x4_t a = vmaxq_s32((int32x4_t)v.part[0], (int32x4_t)v.part[1]);
+    const int32x4_t b = vmaxq_s32((int32x4_t)v.part[2], (int32x4_t)v.part[3]);
+    return vmaxvq_s32(vmaxq_s32(a, b));
 #else
     int32_t a[LANES];
     std::memcpy(a, &v, sizeof a);
@@ -245,13 +252,14 @@ OUTPACE_INLINE Bytes high_nibbles(const Bytes& v) {
 #elif defined(__AVX2__)
     OUTPACE_EACH(r, (BytePart)_mm256_and_si256(_mm256_srli_epi16((__m256i)v.part[i], 4), _mm256_set1_epi8(15)));
 #else
-    OUTPACE_EACH(r, (v.part[i] >> 4) & 15);
+    typedef uint8_t Unsigned __attribute__((vector_size(4 * WIDTH)));
+    OUTPACE_EACH(r, (BytePart)((Unsigned)v.part[i] >> 4));
 #endif
     return r;
 }
 
-// start[lane] + sum over 4 of w[lane][j] * x[j], exact. Weights are 0 .. 255 with AVX512-VNNI, else -128 .. 127 (or
-// nibbles); activations -127 .. 127.
+// start[lane] + sum over 4 of w[lane][j] * x[j], exact. Weights are 0 .. 255 with VNNI, else -128 .. 127 (or nibbles);
+// activations -127 .. 127.
 OUTPACE_INLINE Ints dot4(const Ints& start, const Bytes& w, const int8_t* x) {
     Ints r;
 #if defined(__AVX512VNNI__)
@@ -260,6 +268,11 @@ OUTPACE_INLINE Ints dot4(const Ints& start, const Bytes& w, const int8_t* x) {
     struct __attribute__((packed, may_alias)) Four { int32_t value; };
     r = start;
     asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(r.part[0]) : "v"(w.part[0]), "m"(*reinterpret_cast<const Four*>(x)));
+#elif defined(__AVXVNNI__)
+    int32_t four;
+    std::memcpy(&four, x, 4);
+    const __m256i activations = _mm256_set1_epi32(four);
+    OUTPACE_EACH(r, (IntPart)_mm256_dpbusd_avx_epi32((__m256i)start.part[i], (__m256i)w.part[i], activations));
 #elif defined(__AVX2__)
     // The instruction multiplies unsigned by signed and saturates at 16 bits; |w| * (x with w's sign) is at most
     // 2 * 128 * 127 and fits.
@@ -272,6 +285,11 @@ OUTPACE_INLINE Ints dot4(const Ints& start, const Bytes& w, const int8_t* x) {
         const __m256i fours = _mm256_madd_epi16(pairs, ones);
         r.part[i] = (IntPart)_mm256_add_epi32((__m256i)start.part[i], fours);
     });
+#elif defined(__ARM_FEATURE_DOTPROD)
+    int32_t four;
+    std::memcpy(&four, x, 4);
+    const int8x16_t activations = vreinterpretq_s8_s32(vdupq_n_s32(four));
+    OUTPACE_EACH(r, (IntPart)vdotq_s32((int32x4_t)start.part[i], (int8x16_t)w.part[i], activations));
 #else
     int8_t weights[64];
     std::memcpy(weights, &w, 64);
@@ -293,6 +311,10 @@ OUTPACE_INLINE Floats load_half(const uint8_t* from) {
     r.part[0] = (FloatPart)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
 #elif defined(__AVX2__)
     OUTPACE_EACH(r, (FloatPart)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from) + i)));
+#elif defined(__aarch64__)
+    uint16_t halves[LANES];
+    std::memcpy(halves, from, sizeof halves);
+    OUTPACE_EACH(r, (FloatPart)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(halves + 4 * i))));
 #else
     float values[LANES];
     for (int i = 0; i < LANES; ++i) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -544,6 +545,21 @@ def test_every_kernel_family_gives_the_same_bits():
         name, digests[isa] = done.stdout.split()
         assert name == isa
     assert len(set(digests.values())) == 1, digests
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="needs /proc/cpuinfo")
+def test_the_families_are_those_that_the_processor_has():
+    """By the kernel's account of it. Compilers older than GCC 11 and Clang 12 leave avxvnni out."""
+    line = re.search(r"^(?:flags|Features)\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    flags = set(line[1].split()) if line else set()
+    needs = {
+        "avx512vnni": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"},
+        "avxvnni": {"avx2", "fma", "f16c", "avx_vnni"},
+        "avx2": {"avx2", "fma", "f16c"},
+        "neon": {"asimddp"},
+        "portable": set(),
+    }
+    assert [name for name, needed in needs.items() if needed <= flags] == ISAS
 
 
 def test_unknown_kernel_family_is_an_error():
