@@ -50,7 +50,7 @@ template <int N, class Body> OUTPACE_INLINE void with_count(int n, const Body& b
 }
 
 // Scores of N queries at 16 * V positions of a block, from `position` on: sum over the head's dimensions, in order.
-// next: what is needed after this block's keys, asked for at the pace at which these are read.
+// next: what is needed after this block's keys, asked for at the pace at which these are read; may be null.
 template <CacheKind KIND, int N, int V>
 void scores(const HeadLayout& at, const uint8_t* head, int position, const Query* queries, float* to, int stride,
             const uint8_t* next) {
@@ -62,8 +62,8 @@ void scores(const HeadLayout& at, const uint8_t* head, int position, const Query
         unroll<V>([&](auto v) __attribute__((always_inline)) { sums[n][v] = fill(0.0f); });
     });
     constexpr int ROW = BLOCK * size_of(KIND);
-    for (int d = 0; d < at.head_dim; ++d, k += ROW, next += ROW) {
-        prefetch<ROW>(next);
+    for (int d = 0; d < at.head_dim; ++d, k += ROW) {
+        if (next) prefetch<ROW>(next + d * ROW);
         Floats keys[V];
         unroll<V>([&](auto v) __attribute__((always_inline)) {
             keys[v] = load_cached<KIND>(k + v * LANES * size_of(KIND));
@@ -99,8 +99,8 @@ void scores_q8(const HeadLayout& at, const uint8_t* head, int position, const Qu
             unroll<V>([&](auto v) __attribute__((always_inline)) { dots[n][v] = fill(from); });
         });
         const int end = at.padded - g * GROUP < GROUP ? at.padded - g * GROUP : GROUP;
-        for (int d = 0; d < end; d += 4, k += 4 * BLOCK, next += 4 * BLOCK) {
-            prefetch<4 * BLOCK>(next);
+        for (int d = 0; d < end; d += 4, k += 4 * BLOCK) {
+            if (next) prefetch<4 * BLOCK>(next + (k - head));
             Bytes keys[V];
             unroll<V>([&](auto v) __attribute__((always_inline)) { keys[v] = load_bytes(k + v * 64); });
             unroll<N>([&](auto n) __attribute__((always_inline)) {
@@ -132,7 +132,7 @@ void score(const HeadLayout& at, const uint8_t* head, int position, int wide, co
             constexpr int N = decltype(n){}, V = vectors(KIND == CacheKind::q8, N), HALF = V > 2 ? 2 : V;
             const auto run = [&](auto width, int v) __attribute__((always_inline)) {
                 constexpr int W = decltype(width){};
-                const uint8_t* then = i || v ? head : next;
+                const uint8_t* then = i || v || wide < BLOCK / LANES ? nullptr : next;
                 if constexpr (KIND == CacheKind::q8) {
                     scores_q8<N, W>(at, head, position + v * LANES, queries + i, to + i * stride + v * LANES, stride, then);
                 } else {
@@ -161,8 +161,8 @@ void weigh(const uint8_t* values, size_t row, int count, const float* weights, i
     unroll<N>([&](auto n) __attribute__((always_inline)) {
         unroll<V>([&](auto v) __attribute__((always_inline)) { sums[n][v] = load(queries[n].acc + d + v * LANES); });
     });
-    for (int p = 0; p < count; ++p, values += row, next += row) {
-        prefetch<V * LANES * size_of(KIND)>(next);
+    for (int p = 0; p < count; ++p, values += row) {
+        if (next) prefetch<V * LANES * size_of(KIND)>(next + p * row);
         Floats value[V];
         unroll<V>([&](auto v) __attribute__((always_inline)) {
             value[v] = load_cached<KIND>(values + v * LANES * size_of(KIND));
@@ -186,7 +186,7 @@ void weigh_all(const HeadLayout& at, const uint8_t* head, int position, int coun
     const uint8_t* values = head + at.values + position * row;
     const int tiles = (n_queries + QUERIES - 1) / QUERIES, tile = (n_queries + tiles - 1) / tiles;
     for (int i = 0; i < n_queries; i += tile) {
-        const uint8_t* then = i ? values : next;
+        const auto then = [&](int d) { return next && !i ? next + d * SIZE : nullptr; };
         with_count<QUERIES>(n_queries - i < tile ? n_queries - i : tile, [&](auto n) __attribute__((always_inline)) {
             constexpr int N = decltype(n){};
             if constexpr (KIND == CacheKind::q8) {
@@ -202,10 +202,10 @@ void weigh_all(const HeadLayout& at, const uint8_t* head, int position, int coun
                     }
                     for (int v = 0; v < GROUP && d + v < at.padded;) {
                         if (V > 1 && d + v + 2 * LANES <= at.padded) {
-                            weigh<KIND, N, V>(values + d + v, row, count, scaled, BLOCK, queries + i, d + v, then + d + v);
+                            weigh<KIND, N, V>(values + d + v, row, count, scaled, BLOCK, queries + i, d + v, then(d + v));
                             v += V * LANES;
                         } else {
-                            weigh<KIND, N, 1>(values + d + v, row, count, scaled, BLOCK, queries + i, d + v, then + d + v);
+                            weigh<KIND, N, 1>(values + d + v, row, count, scaled, BLOCK, queries + i, d + v, then(d + v));
                             v += LANES;
                         }
                     }
@@ -215,13 +215,13 @@ void weigh_all(const HeadLayout& at, const uint8_t* head, int position, int coun
                 const float* w = weights + i * STRIDE;
                 int d = 0;
                 for (; d + V * LANES <= at.padded; d += V * LANES) {
-                    weigh<KIND, N, V>(values + d * SIZE, row, count, w, STRIDE, queries + i, d, then + d * SIZE);
+                    weigh<KIND, N, V>(values + d * SIZE, row, count, w, STRIDE, queries + i, d, then(d));
                 }
                 for (; d + HALF * LANES <= at.padded; d += HALF * LANES) {
-                    weigh<KIND, N, HALF>(values + d * SIZE, row, count, w, STRIDE, queries + i, d, then + d * SIZE);
+                    weigh<KIND, N, HALF>(values + d * SIZE, row, count, w, STRIDE, queries + i, d, then(d));
                 }
                 for (; d < at.padded; d += LANES) {
-                    weigh<KIND, N, 1>(values + d * SIZE, row, count, w, STRIDE, queries + i, d, then + d * SIZE);
+                    weigh<KIND, N, 1>(values + d * SIZE, row, count, w, STRIDE, queries + i, d, then(d));
                 }
             }
         });
@@ -261,7 +261,7 @@ void attend_chunk(const Keys& keys, const Seen* seen, int rows, const Query* que
             if (piece != have) {
                 const uint8_t* head = keys.head(from / BLOCK);
                 score<KIND>(at, head, from % BLOCK / (2 * LANES) * (2 * LANES), 2, queries + r * heads, heads, elsewhere,
-                            2 * LANES, head);
+                            2 * LANES, nullptr);
                 have = piece;
             }
             for (int h = 0; h < heads; ++h) {
@@ -298,7 +298,7 @@ void attend_chunk(const Keys& keys, const Seen* seen, int rows, const Query* que
             const int b = p / BLOCK, stop = (b + 1) * BLOCK < end ? (b + 1) * BLOCK : end;
             const uint8_t* next = stop < end           ? keys.head(b + 1) + at.values
                                   : b + 1 < keys.count ? keys.head(b + 1)
-                                                       : keys.head(b) + at.values;
+                                                       : nullptr;
             weigh_all<KIND>(at, keys.head(b), p % BLOCK, stop - p, s + row * heads * STRIDE + (p - chunk),
                             queries + row * heads, n * heads, next);
             p = stop;
@@ -316,7 +316,7 @@ void attend_chunk(const Keys& keys, const Seen* seen, int rows, const Query* que
             const int from = row.ancestors[p - row.direct];
             const uint8_t* head = keys.head(from / BLOCK);
             weigh_all<KIND>(at, head, from % BLOCK, 1, s + r * heads * STRIDE + (p - chunk), queries + r * heads, heads,
-                            head + at.values);
+                            nullptr);
         }
     }
 }
@@ -330,6 +330,12 @@ void attend(const Keys& keys, const Seen* seen, int rows, const Query* queries, 
 }
 
 void join(float* largest, float* sums, const float* acc, int n, const HeadLayout& layout, float* y) {
+    if (n == 1) {
+        for (int d = 0; d < layout.head_dim; d += LANES) {
+            store_some(y + d, load(acc + d) / fill(sums[0]), layout.head_dim - d);
+        }
+        return;
+    }
     Floats top = fill(-__builtin_inff()), total = fill(0.0f);
     for (int i = n; i % LANES; ++i) {
         largest[i] = -__builtin_inff();
