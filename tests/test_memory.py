@@ -19,6 +19,7 @@ from outpace.backends import memory
 from outpace.backends.base import Rows
 from outpace.backends.memory import available_memory, check_fits, estimate
 from outpace.backends.native import NativeBackend
+from outpace.cache import CacheOption
 from outpace.cli.app import build
 from outpace.config import ModelConfig
 from outpace.models.loading import load_model
@@ -29,10 +30,12 @@ from outpace.weights.tensor import Tensor
 from outpace.weights.weight_map import WeightMap
 
 
-def compare(config: ModelConfig, weights: WeightMap, precision: str, tokens: int = 100) -> None:
+def compare(
+    config: ModelConfig, weights: WeightMap, precision: str, tokens: int = 100, kv_cache: CacheOption = "auto"
+) -> None:
     """The estimate against the backend's own figures."""
-    need = estimate(config, weights, precision, tokens)
-    backend = NativeBackend(config, weights, precision=precision)  # type: ignore[arg-type]
+    need = estimate(config, weights, precision, tokens, kv_cache)
+    backend = NativeBackend(config, weights, precision=precision, kv_cache=kv_cache)  # type: ignore[arg-type]
     slot = backend.new_slot()
     backend.forward([Rows(slot, [1] * tokens)])
     backend.commit(slot, range(tokens))
@@ -53,6 +56,20 @@ def test_odd_widths_and_heads() -> None:
     config, arrays = tiny.random_model("qwen3", vocab_size=257, intermediate_size=72, head_dim=20)
     for precision in ("int8", "f32"):
         compare(config, WeightMap.from_tensors(arrays), precision)
+
+
+@pytest.mark.parametrize("kv_cache", ["f32", "f16", "q8"])
+@pytest.mark.parametrize("head_dim", [2, 32, 80, 128])
+def test_every_kind_of_cache(head_dim: int, kv_cache: CacheOption) -> None:
+    config, arrays = tiny.random_model("qwen3", head_dim=head_dim)
+    compare(config, WeightMap.from_tensors(arrays), "int8", kv_cache=kv_cache)
+    per_token = {
+        kind: estimate(config, WeightMap.from_tensors(arrays), "int8", 64, kind).cache_per_token
+        for kind in ("f32", "f16", "q8")
+    }
+    assert per_token["f16"] * 2 == per_token["f32"]
+    if head_dim >= 32:
+        assert per_token["q8"] < 0.58 * per_token["f16"]
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"])
@@ -192,6 +209,7 @@ def test_info_tells_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     need = estimate(loaded.config, loaded.weights, "int8")
     assert facts == {
         "precision": "int8",
+        "kv_cache": "f16",
         "context": 256,
         "weights": need.weights,
         "cache_per_token": need.cache_per_token,

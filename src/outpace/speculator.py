@@ -89,8 +89,8 @@ class Qwen3Generator:
         backend: Literal["native", "reference"] = "native",
         kv_cache: CacheOption = "auto",
     ) -> Qwen3Generator:
-        """Takes the model's tensors out of the map. kv_cache: as `load`. Raises ModelError for missing or mis-shaped ones, UsageError for
-        a device that is not supported."""
+        """Takes the model's tensors out of the map. kv_cache: as `load`. Raises ModelError for missing or
+        mis-shaped ones, UsageError for a device that is not supported."""
         if device is not Device.CPU:
             raise UsageError(f"device {device!r} is not supported: use Device.CPU")
         kind = {"native": NativeBackend, "reference": ReferenceBackend}[backend]

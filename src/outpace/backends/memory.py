@@ -191,10 +191,11 @@ def check_fits(
     need = _estimate(config, kinds, precision, least, cache_kind(kv_cache, precision))
     if need.total <= available:
         return
+    offer = _what_fits(config, kinds, precision, least, kv_cache, available)
     raise CapacityError(
         f"{where} needs {size(need.total)} of memory (weights {size(need.weights)} in {precision}, cache "
-        f"{size(need.cache)} for {least} tokens in {need.kv_cache}, the rest for a pass), {size(available)} are available: "
-        f"{size(need.total - available)} are missing; {_what_fits(config, kinds, precision, least, kv_cache, available)}"
+        f"{size(need.cache)} for {least} tokens in {need.kv_cache}, the rest for a pass), {size(available)} are "
+        f"available: {size(need.total - available)} are missing; {offer}"
     )
 
 

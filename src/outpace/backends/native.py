@@ -46,9 +46,9 @@ class NativeBackend:
     rounds activations to 8 bits; "f32" keeps everything in float32. slots: sequences at once. positions: tokens a slot
     holds; the model's own limit by default. rows: rows a pass takes. threads: 1 to 256; None: the usable cores. Memory
     for the cache grows with use. kv_cache: how keys and values are held: "f32", "f16", "q8" (8 bits in groups of 32, a
-    quarter of f32's memory), or "auto": f32 with precision "f32", else f16. The environment variable OUTPACE_ISA forces a kernel family (avx512vnni, avx2,
-    portable). relaid: where the weights are kept as the kernels read them; with "int8" they are mapped from there, or
-    written there for the next time. The results are the same, bit by bit.
+    quarter of f32's memory), or "auto": f32 with precision "f32", else f16. The environment variable OUTPACE_ISA forces
+    a kernel family (avx512vnni, avx2, portable). relaid: where the weights are kept as the kernels read them; with
+    "int8" they are mapped from there, or written there for the next time. The results are the same, bit by bit.
 
     Raises UsageError for an argument out of range or a family that cannot run here, ModelError when a tensor is missing
     or has the wrong shape, CapacityError when memory does not suffice.

@@ -149,8 +149,9 @@ def memory_line(need: dict[str, Any]) -> str:
 
     fits = {None: "", True: ", fits", False: f": {size(need['total'] - (need['available'] or 0))} are missing"}
     available = "" if need["available"] is None else f"; {size(need['available'])} are available"
+    cache = f"cache {size(need['cache'])} in {need['kv_cache']}"
     return (
-        f"{size(need['total'])} in {need['precision']}: weights {size(need['weights'])}, cache {size(need['cache'])} "
-        f"for {need['context']} tokens in {need['kv_cache']} ({size(need['cache_per_token'])} each), a pass {size(need['activations'])}"
+        f"{size(need['total'])} in {need['precision']}: weights {size(need['weights'])}, {cache} for {need['context']} "
+        f"tokens ({size(need['cache_per_token'])} each), a pass {size(need['activations'])}"
         f"{available}{fits[need['fits']]}"
     )
