@@ -221,9 +221,12 @@ def test_info_tells_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     }
     wide = json.loads(info("--json", "--precision", "f32", "--context", "64").stdout)["memory"]
     assert wide["weights"] > 2 * facts["weights"]
-    assert wide["cache"] == 64 * facts["cache_per_token"]
+    assert wide["cache"] == 64 * 2 * facts["cache_per_token"]
+    small = json.loads(info("--json", "--kv-cache", "q8").stdout)["memory"]
+    assert small["kv_cache"] == "q8"
+    assert small["cache"] < 0.75 * facts["cache"]  # head_dim 16: a scale for every 16 numbers
     assert re.search(
-        r"\nmemory +\d.* in int8: weights .* for 256 tokens .*; 1.0 GB are available, fits\n", info().stdout
+        r"\nmemory +\d.* in int8: weights .* cache .* in f16 for 256 tokens .*; 1.0 GB are available, fits\n", info().stdout
     )
     have(monkeypatch, 1000)
     assert "1.0 kB are available: " in info().stdout
@@ -232,3 +235,4 @@ def test_info_tells_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert json.loads(info("--json").stdout)["memory"]["fits"] is None
     assert info("--context", "257").exit_code == 2
     assert info("--precision", "int4").exit_code == 2
+    assert "kv_cache must be" in info("--kv-cache", "q4").stderr

@@ -422,11 +422,10 @@ def test_the_cache_holds_exactly_the_oracles_rounding(changes, kv_cache):
         assert np.array_equal(rounded, ROUNDING[kv_cache](exact))  # 0 and -0 are one
 
 
-EDGES = np.array(
-    "1e5 -1e5 65504 65519 65520 -65520 1 1.00048828125 1.00146484375 0.1 6.1e-5 6e-5 5.97e-8 2.98e-8 2.9e-8 -2.98e-8 "
-    "1e-30 0 -0 3.3e38 nan 127.5 63.75 1e-3".split(),
-    dtype=np.float32,
-)
+BEYOND_F16 = [1e5, -1e5, 65504, 65519, 65520, -65520, 3.3e38, np.nan]
+BELOW_F16 = [6.1e-5, 6.0e-5, 5.97e-8, 2.98e-8, 2.9e-8, -2.98e-8, 1e-30, -0.0]
+BETWEEN = [1.0, 1 + 2**-11, 1 + 3 * 2**-11, 0.1, 1e-3, 63.75, 127.5, 0.0]
+EDGES = np.array([BEYOND_F16, BELOW_F16, BETWEEN], dtype=np.float32).reshape(-1)
 
 
 def edge_values(kv_cache):
@@ -446,7 +445,7 @@ def test_extreme_values_round_as_the_oracle_rounds_them():
     exact = edge_values("f32")
     assert np.array_equal(exact, EDGES, equal_nan=True)
     assert np.array_equal(edge_values("f16"), rounded_to_f16(EDGES), equal_nan=True)
-    assert rounded_to_f16(EDGES)[[0, 1, 3, 19]].tolist() == [65504, -65504, 65504, 65504]
+    assert rounded_to_f16(EDGES)[:7].tolist() == [65504, -65504, 65504, 65504, 65504, -65504, 65504]
     assert np.isnan(edge_values("q8")).all()  # one scale for all, and that is NaN: it does not vanish
 
 
