@@ -1,5 +1,9 @@
 #include "cache.h"
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #include <cstdlib>
 #include <cstring>
 #include <new>
@@ -7,6 +11,30 @@
 #include <string>
 
 namespace outpace {
+namespace {
+
+// `bytes` zeros, aligned to 64, and 64 bytes behind them that a vector may read. Where blocks are large they take huge
+// pages: attention goes through a long cache in pieces of some ten kilobytes, and finding each small page would cost
+// as much as reading it.
+std::shared_ptr<uint8_t> zeros(size_t bytes) {
+#if defined(MADV_HUGEPAGE)
+    constexpr size_t HUGE_PAGE = size_t(2) << 20;
+    if (bytes >= HUGE_PAGE) {
+        const size_t size = bytes + 64 + HUGE_PAGE;
+        void* at = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (at == MAP_FAILED) throw std::bad_alloc();
+        auto* start = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(at) + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE);
+        madvise(start, bytes / HUGE_PAGE * HUGE_PAGE, MADV_HUGEPAGE);  // whole ones only: no memory is wasted
+        return std::shared_ptr<uint8_t>(start, [at, size](uint8_t*) { munmap(at, size); });
+    }
+#endif
+    void* memory = std::calloc(bytes + 128, 1);  // pages that are never used cost nothing
+    if (!memory) throw std::bad_alloc();
+    auto* start = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(memory) + 63) / 64 * 64);
+    return std::shared_ptr<uint8_t>(start, [memory](uint8_t*) { std::free(memory); });
+}
+
+}  // namespace
 
 HeadLayout::HeadLayout(CacheKind kind, int head_dim, bool unsigned_bytes)
     : kind(kind),
@@ -155,13 +183,8 @@ void Cache::own(Slot& slot, size_t from) {
 }
 
 std::shared_ptr<uint8_t> Cache::block(const uint8_t* copy) const {
-    // calloc: zeros pad the values of an odd head_dim, and pages that are never used cost nothing. 64 bytes to align, 64
-    // that a vector may read beyond the end.
-    void* memory = std::calloc(block_bytes() + 128, 1);
-    if (!memory) throw std::bad_alloc();
-    uint8_t* aligned = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(memory) + 63) / 64 * 64);
-    std::shared_ptr<uint8_t> made(aligned, [memory](uint8_t*) { std::free(memory); });
-    if (copy) std::memcpy(aligned, copy, block_bytes());
+    std::shared_ptr<uint8_t> made = zeros(block_bytes());
+    if (copy) std::memcpy(made.get(), copy, block_bytes());
     return made;
 }
 

@@ -475,13 +475,19 @@ void Model::attend(int layer) {
     const HeadLayout& layout = cache_.layout();
     const int rows = static_cast<int>(rows_.size()), group = c.heads / c.kv_heads, window = c.windows[layer];
     const int head_tile = std::min(group, HEAD_TILE), head_tiles = ceil_div(group, head_tile);
-    const int units = c.kv_heads * head_tiles, row_tile = MOST_QUERIES / head_tile;
+    const int units = c.kv_heads * head_tiles;
     const size_t q_stride = padded(c.heads * c.head_dim);
     float* mixed = room(mixed_, static_cast<size_t>(rows) * c.heads * c.head_dim);
     Panels rounded;
     if (layout.kind == CacheKind::q8) rounded = query_panels();
     const auto begin_of = [&](int r) { return window ? std::max(0, rows_[r].position + 1 - window) : 0; };
 
+    // As many rows together as may be, but for tasks that are too few for the threads.
+    const int estimate = units * (rows_[rows - 1].position / CHUNK - begin_of(rows - 1) / CHUNK + 1);
+    int row_tile = std::min(rows, MOST_QUERIES / head_tile);
+    if (pool_.threads() > 1) {
+        while (row_tile > 1 && estimate * ceil_div(rows, row_tile) < 2 * pool_.threads()) row_tile = ceil_div(row_tile, 2);
+    }
     tiles_.clear();
     for (int r = 0; r < rows;) {
         const int begin = r;
