@@ -119,6 +119,13 @@ nb::object matmul_f32(const Array<const float, 2>& x, const Array<const float, 2
     });
 }
 
+CacheKind cache_kind(const std::string& name) {
+    if (name == "f32") return CacheKind::f32;
+    if (name == "f16") return CacheKind::f16;
+    if (name == "q8") return CacheKind::q8;
+    throw std::invalid_argument("the cache must be f32, f16 or q8, got " + name);
+}
+
 // A matrix's form as numbers: kind, out, in, half, offset, base. A vector's is empty.
 std::vector<int> form_of(const Matrix& m) {
     return {static_cast<int>(m.kind), m.out, m.in, m.half, m.offset, m.base};
@@ -212,17 +219,18 @@ NB_MODULE(_native, m) {
              [](Model* self, int vocab_size, int hidden_size, int intermediate_size, int layers, int heads, int kv_heads,
                 int head_dim, float eps, bool tied, bool qk_norm, int experts, int experts_used, int expert_ffn_size,
                 int shared_ffn_size, float expert_scale, bool norm_topk, std::vector<int> windows, std::vector<int> moe,
-                std::vector<float> frequencies, float rotary_factor, int slots, int positions, int rows, int threads) {
+                std::vector<float> frequencies, float rotary_factor, int slots, int positions, int rows, int threads,
+                const std::string& cache) {
                  new (self) Model(Config{vocab_size, hidden_size, intermediate_size, layers, heads, kv_heads, head_dim, eps,
                                          tied, qk_norm, experts, experts_used, expert_ffn_size, shared_ffn_size,
                                          expert_scale, norm_topk, std::move(windows), std::move(moe),
                                          std::move(frequencies), rotary_factor},
-                                  slots, positions, rows, threads);
+                                  slots, positions, rows, threads, cache_kind(cache));
              },
              nb::kw_only(), "vocab_size"_a, "hidden_size"_a, "intermediate_size"_a, "layers"_a, "heads"_a, "kv_heads"_a,
              "head_dim"_a, "eps"_a, "tied"_a, "qk_norm"_a, "experts"_a, "experts_used"_a, "expert_ffn_size"_a,
              "shared_ffn_size"_a, "expert_scale"_a, "norm_topk"_a, "windows"_a, "moe"_a, "frequencies"_a,
-             "rotary_factor"_a, "slots"_a, "positions"_a, "rows"_a, "threads"_a)
+             "rotary_factor"_a, "slots"_a, "positions"_a, "rows"_a, "threads"_a, "cache"_a)
         .def("put_int8",
              [](Model& self, const std::string& name, const Array<const int8_t, 2>& q, const Array<const float, 2>& scale,
                 const std::optional<Array<const float, 2>>& offset, int in) {
@@ -260,6 +268,15 @@ NB_MODULE(_native, m) {
         .def("length", &Model::length, Unlocked(), "slot"_a)
         .def("commit", &Model::commit, Unlocked(), "slot"_a, "rows"_a)
         .def("truncate", &Model::truncate, Unlocked(), "slot"_a, "length"_a)
+        .def("fill_slot", &Model::fill, Unlocked(), "slot"_a, "length"_a)
+        .def("cached",
+             [](Model& self, int slot, int layer) {
+                 const size_t columns = static_cast<size_t>(self.config().head_dim);
+                 std::vector<float> found = self.cached(slot, layer);
+                 const size_t rows = found.size() / columns;
+                 return owned(std::move(found), rows, columns);
+             },
+             "slot"_a, "layer"_a)
         .def_prop_ro("threads", &Model::threads)
         .def_prop_ro("isa", [](const Model& self) { return std::string(self.kernels().name); })
         .def_prop_ro("weight_bytes", &Model::weight_bytes)

@@ -39,19 +39,53 @@ struct Panels {
 constexpr int BLOCK = 64;           // positions of a block of the KV cache
 constexpr int CHUNK = 4 * BLOCK;    // positions whose attention is one partial result
 
-// One row's view of one KV head. blocks[p / 64] + k_at: keys [head_dim][64]; + v_at: values [64][padded head_dim].
-struct Keys {
-    const float* const* blocks;
-    size_t k_at, v_at;
-    int head_dim, padded;   // padded: head_dim rounded up to 16
-    int direct;             // positions below lie in their own place
-    const int* ancestors;   // place of position direct + i
+enum class CacheKind { f32, f16, q8 };
+
+// How the keys and values of one layer and KV head lie within a block, and how they are rounded.
+// f32, f16: keys [head_dim][64], so that 16 positions make one register, then values [64][padded]. f16 rounds to the
+// nearest, half to even; what is beyond the largest float16 becomes that.
+// q8: as activations (Panels), a scale for each position and group of 32: keys [padded / 4][64][4] as q (+ 128 where the
+// family wants unsigned bytes), key scales [groups][64], values [64][padded], value scales [groups][64]. Queries are
+// rounded in the same way, so that scores are exact dot products of integers.
+struct HeadLayout {
+    CacheKind kind;
+    bool unsigned_bytes;
+    int head_dim, padded, groups;                     // padded: head_dim rounded up to 16
+    size_t key_scales, values, value_scales, bytes;   // offsets, and the size of all; keys come first
+
+    HeadLayout(CacheKind kind, int head_dim, bool unsigned_bytes);
+    void move(const uint8_t* source, int from, uint8_t* target, int to) const;  // one position
+    float read(const uint8_t* head, int place, bool value, int dim) const;      // one number
 };
 
-// Attention over one chunk: the largest score, the sum of exp(score - largest), and the values weighted by these.
-struct Partial {
-    float largest, sum;
+// A slot's view of one layer and KV head: position p lies in blocks[p / 64] + at.
+struct Keys {
+    const HeadLayout& layout;
+    uint8_t* const* blocks;
+    int count;   // of blocks
+    size_t at;
+
+    uint8_t* head(int block) const { return blocks[block] + at; }
 };
+
+// What a row sees of a chunk: positions begin .. end.
+struct Seen {
+    int begin, end;
+    int direct;            // positions below lie in their own place ...
+    const int* ancestors;  // ... and position direct + i at this one
+};
+
+// A head's query in one row, and where its partial result over the chunk goes: the largest score, the sum of
+// exp(score - largest), and the values weighted by these, [padded].
+struct Query {
+    const float* q;       // [head_dim], scaled
+    const int8_t* bytes;  // the same rounded, [groups][32], with `fields` [groups][Panels::FIELDS]; for q8
+    const float* fields;
+    float *largest, *sum, *acc;
+};
+
+constexpr int MOST_QUERIES = 32;   // rows x heads that `attend` takes
+constexpr int MOST_HEAD_DIM = 512, MOST_GROUPS = MOST_HEAD_DIM / GROUP;
 
 struct Kernels {
     const char* name;
@@ -69,10 +103,13 @@ struct Kernels {
     void (*add)(float* x, const float* y, int n);                      // x += y
     void (*add_scaled)(float* x, const float* y, float by, int n);     // x = fma(y, by, x)
     void (*silu_mul)(float* gate, const float* up, int n);             // gate = silu(gate) * up
-    // q: [heads][head_dim], scaled. Attends positions begin .. end of one chunk. acc: [heads][padded].
-    void (*attend)(const Keys& keys, const float* q, int heads, int begin, int end, Partial* partial, float* acc);
-    // Joins the next chunk to what the chunks before gave.
-    void (*join)(Partial* into, float* acc, const Partial& next, const float* next_acc, int n);
+    // Writes a key and a value, [head_dim] each, to a place of a block.
+    void (*keep)(const HeadLayout& layout, uint8_t* head, int place, const float* key, const float* value);
+    // Attention of queries [rows][heads] over one chunk, the same for all.
+    void (*attend)(const Keys& keys, const Seen* seen, int rows, const Query* queries, int heads);
+    // Joins the partial results of n chunks, in order: y [head_dim]. `largest` and `sum` have room for n rounded up to
+    // 16 and are used up; acc: [n][padded].
+    void (*join)(float* largest, float* sum, const float* acc, int n, const HeadLayout& layout, float* y);
 
     // Sweeps of the sampler over a row of logits [n].
     float (*top)(const float* x, size_t n);  // the largest; NaN where one is NaN

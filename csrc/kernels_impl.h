@@ -9,15 +9,15 @@ namespace outpace {
 namespace {
 
 #if defined(OUTPACE_SMALL_TILES)  // a sanitizer's build: the same code, fewer copies of it
-constexpr int TILE = 2, TILE_F32 = 2, HEADS = 2;
+constexpr int TILE = 2, TILE_F32 = 2;
 #elif defined(__AVX512F__)
-constexpr int TILE = 12, TILE_F32 = 8, HEADS = 4;  // rows or heads at once: their sums fill the 32 registers
+constexpr int TILE = 12, TILE_F32 = 8;  // rows at once: their sums fill the 32 registers
 #elif defined(__AVX2__)
-constexpr int TILE = 4, TILE_F32 = 4, HEADS = 1;
+constexpr int TILE = 4, TILE_F32 = 4;
 #elif defined(__aarch64__)
-constexpr int TILE = 4, TILE_F32 = 4, HEADS = 1;  // 32 registers of 4 lanes
+constexpr int TILE = 4, TILE_F32 = 4;  // 32 registers of 4 lanes
 #else
-constexpr int TILE = 2, TILE_F32 = 2, HEADS = 1;
+constexpr int TILE = 2, TILE_F32 = 2;
 #endif
 
 constexpr int PREFETCH = 4096;  // bytes ahead: what a core reads while memory answers, twice
@@ -255,143 +255,17 @@ void silu_mul(float* gate, const float* up, int n) {
     }
 }
 
-// ------------------------------------------------------------------------------------------------ attention
+}  // namespace
+}  // namespace outpace
 
-// Scores of 16 * V positions of one block: sum over the head's dimensions, in order.
-template <int H, int V>
-OUTPACE_INLINE void scores(const float* k, const float* q, int head_dim, float* to) {
-    Floats sums[H][V];
-    unroll<H>([&](auto h) __attribute__((always_inline)) {
-        unroll<V>([&](auto v) __attribute__((always_inline)) { sums[h][v] = fill(0.0f); });
-    });
-    for (int d = 0; d < head_dim; ++d, k += BLOCK) {
-        Floats keys[V];
-        unroll<V>([&](auto v) __attribute__((always_inline)) { keys[v] = load(k + v * LANES); });
-        unroll<H>([&](auto h) __attribute__((always_inline)) {
-            const Floats query = fill(q[h * head_dim + d]);
-            unroll<V>([&](auto v) __attribute__((always_inline)) { sums[h][v] = fma(keys[v], query, sums[h][v]); });
-        });
-    }
-    unroll<H>([&](auto h) __attribute__((always_inline)) {
-        unroll<V>([&](auto v) __attribute__((always_inline)) { store(to + h * CHUNK + v * LANES, sums[h][v]); });
-    });
-}
+#include "attention_impl.h"  // takes `quantise` from here
 
-// acc += weight * value, position after position.
-template <int H, int V>
-OUTPACE_INLINE void weigh(const float* values, int padded, int count, const float* weights, float* acc) {
-    Floats sums[H][V];
-    unroll<H>([&](auto h) __attribute__((always_inline)) {
-        unroll<V>([&](auto v) __attribute__((always_inline)) { sums[h][v] = load(acc + h * padded + v * LANES); });
-    });
-    for (int p = 0; p < count; ++p, values += padded) {
-        Floats value[V];
-        unroll<V>([&](auto v) __attribute__((always_inline)) { value[v] = load(values + v * LANES); });
-        unroll<H>([&](auto h) __attribute__((always_inline)) {
-            const Floats weight = fill(weights[h * CHUNK + p]);
-            unroll<V>([&](auto v) __attribute__((always_inline)) { sums[h][v] = fma(value[v], weight, sums[h][v]); });
-        });
-    }
-    unroll<H>([&](auto h) __attribute__((always_inline)) {
-        unroll<V>([&](auto v) __attribute__((always_inline)) { store(acc + h * padded + v * LANES, sums[h][v]); });
-    });
-}
-
-template <int H>
-OUTPACE_INLINE void weigh_all(const float* values, int padded, int count, const float* weights, float* acc) {
-    int d = 0;
-    for (; d + 4 * LANES <= padded; d += 4 * LANES) weigh<H, 4>(values + d, padded, count, weights, acc + d);
-    for (; d < padded; d += LANES) weigh<H, 1>(values + d, padded, count, weights, acc + d);
-}
-
-template <int H>
-void attend_heads(const Keys& keys, const float* q, int begin, int end, Partial* partial, float* acc) {
-    alignas(64) float s[H][CHUNK];
-    const int chunk = begin / CHUNK * CHUNK, place = keys.direct < end ? keys.direct : end;
-    for (int p = begin / LANES * LANES; p < place;) {
-        const float* k = keys.blocks[p / BLOCK] + keys.k_at + p % BLOCK;
-        if (p % BLOCK == 0 && place - p > 3 * LANES) {
-            scores<H, 4>(k, q, keys.head_dim, &s[0][p - chunk]);
-            p += 4 * LANES;
-        } else {
-            scores<H, 1>(k, q, keys.head_dim, &s[0][p - chunk]);
-            p += LANES;
-        }
-    }
-    const int own = begin > place ? begin : place;  // from here on the row's own ancestors, wherever they lie
-    for (int p = own; p < end; ++p) {
-        const int at = keys.ancestors[p - keys.direct];
-        const float* k = keys.blocks[at / BLOCK] + keys.k_at + at % BLOCK;
-        float dot[H] = {};
-        for (int d = 0; d < keys.head_dim; ++d) {
-            for (int h = 0; h < H; ++h) dot[h] = __builtin_fmaf(k[d * BLOCK], q[h * keys.head_dim + d], dot[h]);
-        }
-        for (int h = 0; h < H; ++h) s[h][p - chunk] = dot[h];
-    }
-    const int low = (begin - chunk) / LANES * LANES, high = (end - chunk + LANES - 1) / LANES * LANES;
-    for (int h = 0; h < H; ++h) {
-        for (int i = low; i < begin - chunk; ++i) s[h][i] = -__builtin_inff();
-        for (int i = end - chunk; i < high; ++i) s[h][i] = -__builtin_inff();
-        Floats top = load(&s[h][low]);
-        for (int i = low + LANES; i < high; i += LANES) {
-            const Floats v = load(&s[h][i]);
-            top = choose(v > top, v, top);
-        }
-        partial[h].largest = largest(top);
-        const Floats shift = fill(partial[h].largest);
-        Floats total = fill(0.0f);
-        for (int i = low; i < high; i += LANES) {
-            const Floats e = exp(load(&s[h][i]) - shift);
-            store(&s[h][i], e);
-            total = total + e;
-        }
-        partial[h].sum = sum(total);
-        for (int d = 0; d < keys.padded; d += LANES) store(acc + h * keys.padded + d, fill(0.0f));
-    }
-    for (int p = begin; p < place;) {
-        const int stop = (p / BLOCK + 1) * BLOCK < place ? (p / BLOCK + 1) * BLOCK : place;
-        const float* v = keys.blocks[p / BLOCK] + keys.v_at + static_cast<size_t>(p % BLOCK) * keys.padded;
-        weigh_all<H>(v, keys.padded, stop - p, &s[0][p - chunk], acc);
-        p = stop;
-    }
-    for (int p = own; p < end; ++p) {
-        const int at = keys.ancestors[p - keys.direct];
-        const float* v = keys.blocks[at / BLOCK] + keys.v_at + static_cast<size_t>(at % BLOCK) * keys.padded;
-        weigh_all<H>(v, keys.padded, 1, &s[0][p - chunk], acc);
-    }
-}
-
-template <int H> void attend_up_to(const Keys& keys, const float* q, int heads, int begin, int end, Partial* partial,
-                                   float* acc) {
-    if constexpr (H > 1) {
-        if (heads < H) return attend_up_to<H - 1>(keys, q, heads, begin, end, partial, acc);
-    }
-    attend_heads<H>(keys, q, begin, end, partial, acc);
-}
-
-void attend(const Keys& keys, const float* q, int heads, int begin, int end, Partial* partial, float* acc) {
-    for (int h = 0; h < heads; h += HEADS) {
-        const int n = heads - h < HEADS ? heads - h : HEADS;
-        attend_up_to<HEADS>(keys, q + static_cast<size_t>(h) * keys.head_dim, n, begin, end, partial + h,
-                            acc + static_cast<size_t>(h) * keys.padded);
-    }
-}
-
-void join(Partial* into, float* acc, const Partial& next, const float* next_acc, int n) {
-    const float top = next.largest > into->largest ? next.largest : into->largest;
-    float change[LANES] = {into->largest - top, next.largest - top};
-    store(change, exp(load(change)));
-    const Floats before = fill(change[0]), after = fill(change[1]);
-    for (int i = 0; i < n; i += LANES) {
-        store_some(acc + i, load_some(acc + i, n - i) * before + load_some(next_acc + i, n - i) * after, n - i);
-    }
-    into->sum = into->sum * change[0] + next.sum * change[1];
-    into->largest = top;
-}
+namespace outpace {
+namespace {
 
 constexpr Kernels family(const char* name, bool unsigned_bytes) {
     return {name,   unsigned_bytes, TILE, matmul_int8, matmul_f32, quantise, rms_norm, rotate,
-            scale,  add,            add_scaled, silu_mul, attend, join, top, at_least, weight_sum, racers};
+            scale,  add,            add_scaled, silu_mul, keep, attend, join, top, at_least, weight_sum, racers};
 }
 
 }  // namespace

@@ -186,15 +186,46 @@ Floats fma(const Floats& a, const Floats& b, const Floats& c) {
     return r;
 }
 
-// The sum of the lanes, always in this order.
+// The lanes folded in halves, always in this order: lane i with lane i + 8, then i + 4, i + 2, i + 1.
+#if defined(__AVX2__)
+template <class Two> OUTPACE_INLINE float fold(const Floats& v, const Two& two) {
+#if defined(__AVX512F__)
+    const __m256 low = _mm512_castps512_ps256((__m512)v.part[0]);
+    const __m256 high = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd((__m512)v.part[0]), 1));
+#else
+    const __m256 low = (__m256)v.part[0], high = (__m256)v.part[1];
+#endif
+    __m128 a = two(_mm256_castps256_ps128(low), _mm256_castps256_ps128(high));
+    a = two(a, two(_mm256_extractf128_ps(low, 1), _mm256_extractf128_ps(high, 1)));
+    a = two(a, _mm_movehl_ps(a, a));
+    return _mm_cvtss_f32(two(a, _mm_movehdup_ps(a)));
+}
+
 OUTPACE_INLINE float sum(const Floats& v) {
+    return fold(v, [](__m128 a, __m128 b) __attribute__((always_inline)) { return _mm_add_ps(a, b); });
+}
+
+OUTPACE_INLINE float largest(const Floats& v) {
+    return fold(v, [](__m128 a, __m128 b) __attribute__((always_inline)) { return _mm_max_ps(a, b); });
+}
+#else
+template <class Two> OUTPACE_INLINE float fold(const Floats& v, const Two& two) {
     float a[LANES];
     store(a, v);
     for (int half = LANES / 2; half > 0; half /= 2) {
-        for (int i = 0; i < half; ++i) a[i] += a[i + half];
+        for (int i = 0; i < half; ++i) a[i] = two(a[i], a[i + half]);
     }
     return a[0];
 }
+
+OUTPACE_INLINE float sum(const Floats& v) {
+    return fold(v, [](float a, float b) { return a + b; });
+}
+
+OUTPACE_INLINE float largest(const Floats& v) {
+    return fold(v, [](float a, float b) { return a > b ? a : b; });
+}
+#endif
 
 OUTPACE_INLINE int32_t sum(const Ints& v) {
 #if defined(__AVX512F__)
@@ -223,13 +254,6 @@ OUTPACE_INLINE int32_t largest(const Ints& v) {
     for (int i = 1; i < LANES; ++i) a[0] = a[i] > a[0] ? a[i] : a[0];
     return a[0];
 #endif
-}
-
-OUTPACE_INLINE float largest(const Floats& v) {
-    float a[LANES];
-    store(a, v);
-    for (int i = 1; i < LANES; ++i) a[0] = a[i] > a[0] ? a[i] : a[0];
-    return a[0];
 }
 
 OUTPACE_INLINE Bytes load_bytes(const uint8_t* from) {
@@ -333,6 +357,61 @@ OUTPACE_INLINE Floats load_half(const uint8_t* from) {
     r = load(values);
 #endif
     return r;
+}
+
+// To float16, 32 bytes: to the nearest, half to even; beyond the largest float16 that one, NaN stays NaN.
+OUTPACE_INLINE void store_half(uint8_t* to, const Floats& v) {
+    const Floats most = fill(65504.0f), least = fill(-65504.0f);
+    Floats r = choose(v > most, most, v);
+    r = choose(least > r, least, r);
+#if defined(__AVX512F__)
+    const __m256i half = _mm512_cvtps_ph((__m512)r.part[0], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), half);
+#elif defined(__AVX2__)
+    unroll<PARTS>([&](auto i) __attribute__((always_inline)) {
+        const __m128i half = _mm256_cvtps_ph((__m256)r.part[i], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(to) + i, half);
+    });
+#else
+    for (int i = 0; i < LANES; ++i) {
+        uint32_t f;
+        std::memcpy(&f, reinterpret_cast<const char*>(&r) + 4 * i, 4);
+        const uint32_t sign = f >> 16 & 0x8000, magnitude = f & 0x7fffffff;
+        uint32_t half;
+        if (magnitude > 0x7f800000) {
+            half = 0x7e00 | (magnitude >> 13 & 0x3ff);
+        } else if (magnitude < 0x38800000) {  // below the least normal one: a multiple of 2^-24
+            float value;
+            std::memcpy(&value, &magnitude, 4);
+            value = value * 0x1p24f + 8388608.0f;  // adding 2^23 rounds to a whole number
+            std::memcpy(&half, &value, 4);
+            half &= 0x7fffff;
+        } else {
+            half = (magnitude + 0xfff + (magnitude >> 13 & 1) - (112u << 23)) >> 13;
+        }
+        const uint16_t bits = static_cast<uint16_t>(sign | half);
+        std::memcpy(to + 2 * i, &bits, 2);
+    }
+#endif
+}
+
+// 16 bytes with sign.
+OUTPACE_INLINE Floats load_int8(const uint8_t* from) {
+#if defined(__AVX512F__)
+    Floats r;
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+    r.part[0] = (FloatPart)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+    return r;
+#elif defined(__AVX2__)
+    Floats r;
+    OUTPACE_EACH(r, (FloatPart)_mm256_cvtepi32_ps(
+        _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from + 8 * i)))));
+    return r;
+#else
+    float values[LANES];
+    for (int i = 0; i < LANES; ++i) values[i] = static_cast<int8_t>(from[i]);
+    return load(values);
+#endif
 }
 
 constexpr float ROUND = 12582912.0f;  // 1.5 * 2^23: x + ROUND rounds x to a whole number, half to even, in its low bits

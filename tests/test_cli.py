@@ -209,10 +209,11 @@ def test_every_model_option_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(api, "load", stop_here)
     args = "--draft draft_model --draft-model b --draft-tokens 3 --precision f32 --context 99 --threads 2 --offline"
-    args += " --no-cache"
+    args += " --no-cache --kv-cache q8"
     for command in ("generate", "chat"):
         run(command, *(["x"] if command == "generate" else []), "--model", "a", *args.split())
     expected = {"draft": "draft_model", "draft_model": "b", "draft_tokens": 3, "precision": "f32", "context": 99}
+    expected |= {"kv_cache": "q8"}
     assert seen == [("a", expected | {"threads": 2, "cache": False, "offline": True, "slots": 1, "progress": True})] * 2
     run("generate", "x")
     assert seen[-1][0] == api.DEFAULT_MODEL
@@ -237,6 +238,7 @@ def test_every_model_option_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
         (["generate", "x", "--nonsense"], 2, "--nonsense"),
         (["nonsense"], 2, "nonsense"),
         (["generate", "x", "--precision", "int2"], 2, "precision must be"),
+        (["generate", "x", "--kv-cache", "q4"], 2, "kv_cache must be auto, f32, f16, q8, got 'q4'"),
         (["generate", "x", "--context", "100000"], 2, "context must be in"),
         (["generate", "x " * 400], 2, "context"),
         (["generate", "x", "--max-tokens", "100000"], 2, "exceed the context"),

@@ -15,6 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 TESTS = "product or oracle or odd_shapes or far_positions or company or chunks or history or refused or slots or nan"
+TESTS += " or cache or extreme"
 
 
 def runtime(compiler: str, name: str) -> str | None:

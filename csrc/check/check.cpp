@@ -30,6 +30,7 @@ struct Kind {
     const char* name;
     int low, high;   // of the weights as bytes; 0, 0: float32
     bool offset;
+    CacheKind cache;
     Config config;
 };
 
@@ -55,11 +56,11 @@ Config config_of(int hidden, int inner, int heads, int kv_heads, int head_dim) {
 }
 
 std::vector<Kind> kinds() {
-    std::vector<Kind> found = {{"int8", -127, 127, false, config_of(72, 100, 6, 2, 20)},
-                               {"int4", -8, 7, false, config_of(64, 96, 5, 1, 64)},
-                               {"int4 with offsets", 0, 15, true, config_of(96, 64, 4, 4, 24)},
-                               {"float32", 0, 0, false, config_of(50, 41, 4, 2, 18)},
-                               {"experts", -127, 127, false, config_of(64, 64, 4, 2, 16)}};
+    std::vector<Kind> found = {{"int8", -127, 127, false, CacheKind::f16, config_of(72, 100, 6, 2, 20)},
+                               {"int4", -8, 7, false, CacheKind::q8, config_of(64, 96, 5, 1, 64)},
+                               {"int4 with offsets", 0, 15, true, CacheKind::f32, config_of(96, 64, 4, 4, 24)},
+                               {"float32", 0, 0, false, CacheKind::f32, config_of(50, 41, 4, 2, 18)},
+                               {"experts", -127, 127, false, CacheKind::q8, config_of(64, 64, 4, 2, 16)}};
     found[1].config.windows[1] = 290;
     found[3].config.tied = true;
     Config& experts = found[4].config;
@@ -124,7 +125,7 @@ void fill(Model& model, const Kind& kind) {
 // A prompt in uneven pieces over the edge of a chunk of attention, then a tree, its longest path, a fork beside it, and
 // rows one by one: the digest of all logits, of the last layer's states, and of tokens that are drawn from them.
 uint64_t passes(const Kind& kind, int threads) {
-    Model model(kind.config, 3, 400, 128, threads);
+    Model model(kind.config, 3, 400, 128, threads, kind.cache);
     fill(model, kind);
     Random random(11);
     Digest digest;

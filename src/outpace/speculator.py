@@ -17,6 +17,7 @@ from . import verify
 from .backends.base import Backend, Rows
 from .backends.native import NativeBackend
 from .backends.reference import ReferenceBackend
+from .cache import CacheOption
 from .config import ModelConfig
 from .models.mtp import MtpHead
 from .sampling import Noise, Sampler, Stream, distribution, fresh_seed
@@ -86,13 +87,14 @@ class Qwen3Generator:
         *,
         precision: Literal["int8", "f32"] = "f32",
         backend: Literal["native", "reference"] = "native",
+        kv_cache: CacheOption = "auto",
     ) -> Qwen3Generator:
-        """Takes the model's tensors out of the map. Raises ModelError for missing or mis-shaped ones, UsageError for
-        a device that is not supported."""
+        """Takes the model's tensors out of the map. kv_cache: as `load`. Raises ModelError for missing or
+        mis-shaped ones, UsageError for a device that is not supported."""
         if device is not Device.CPU:
             raise UsageError(f"device {device!r} is not supported: use Device.CPU")
         kind = {"native": NativeBackend, "reference": ReferenceBackend}[backend]
-        return cls(kind(config, weights, precision=precision, slots=2))
+        return cls(kind(config, weights, precision=precision, slots=2, kv_cache=kv_cache))
 
     def config(self) -> ModelConfig:
         return self.backend.config

@@ -14,6 +14,7 @@ from typing import Literal, TypeVar
 
 import numpy as np
 
+from ..cache import CacheOption, cache_kind
 from ..config import ModelConfig
 from ..models.names import expected_tensors, is_matrix
 from ..models.quantise import quantise_weights
@@ -42,9 +43,11 @@ class NativeBackend:
     precision: "int8" holds matrices in groups of 32 (exactly, where the file's kind allows it; rounded otherwise) and
     rounds activations to 8 bits; "f32" keeps everything in float32. slots: sequences at once. positions: tokens a slot
     holds; the model's own limit by default. rows: rows a pass takes. threads: 1 to 256; None: the usable cores. Memory
-    for the cache grows with use. The environment variable OUTPACE_ISA forces a kernel family (avx512vnni, avxvnni,
-    avx2, neon, portable). relaid: where the weights are kept as the kernels read them; with "int8" they are mapped from
-    there, or written there for the next time. The results are the same, bit by bit.
+    for the cache grows with use. kv_cache: how keys and values are held: "f32", "f16", "q8" (8 bits in groups of 32, a
+    quarter of f32's memory), or "auto": f32 with precision "f32", else f16. The environment variable OUTPACE_ISA forces
+    a kernel family (avx512vnni, avxvnni, avx2, neon, portable). relaid: where the weights are kept as the kernels read
+    them; with "int8" they are mapped from there, or written there for the next time. The results are the same, bit by
+    bit.
 
     Raises UsageError for an argument out of range or a family that cannot run here, ModelError when a tensor is missing
     or has the wrong shape, CapacityError when memory does not suffice.
@@ -60,10 +63,12 @@ class NativeBackend:
         positions: int | None = None,
         rows: int = 512,
         threads: int | None = None,
+        kv_cache: CacheOption = "auto",
         relaid: Relaid | None = None,
     ) -> None:
         if precision not in ("int8", "f32"):
             raise UsageError(f"precision must be int8 or f32, got {precision!r}")
+        self.kv_cache = cache_kind(kv_cache, precision)
         threads = usable_cores() if threads is None else threads
         positions = config.max_position_embeddings if positions is None else positions
         for name, value, most in (
@@ -104,6 +109,7 @@ class NativeBackend:
                 positions=positions,
                 rows=rows,
                 threads=threads,
+                cache=self.kv_cache,
             )
         )
         expected = expected_tensors(config)
@@ -141,6 +147,10 @@ class NativeBackend:
     def time_stages(self, on: bool) -> dict[str, float]:
         """Starts (or ends) the timing of the stages of passes, from zero; returns each stage's seconds so far."""
         return dict(zip(STAGES, self._model.time_stages(on), strict=True))
+
+    def fill_slot(self, slot: int, length: int) -> None:
+        """For benchmarks: makes an empty slot hold `length` positions of random keys and values, in a moment."""
+        _guard(lambda: self._model.fill_slot(_index(slot), _index(length)))
 
     def new_slot(self) -> int:
         return _guard(self._model.new_slot)

@@ -10,11 +10,11 @@ from typing import Literal
 
 import numpy as np
 
-from ..cache import KVCache
+from ..cache import CacheOption, KVCache, cache_kind
 from ..config import ModelConfig
 from ..models.decoder import Decoder
 from ..models.names import expected_tensors, is_matrix
-from ..models.quantise import FloatMatrix, GroupMatrix, Matrix, quantise_weights
+from ..models.quantise import FloatMatrix, GroupMatrix, Matrix, new_cache, quantise_weights
 from ..types import F32, I64, CapacityError, ModelError, UsageError
 from ..weights.weight_map import WeightMap
 from .base import Capacity, Pass, Rows
@@ -27,7 +27,7 @@ class ReferenceBackend:
 
     precision: "f32" decodes every tensor; "int8" holds matrices in groups of 32 (exactly, where the file's kind allows
     it) and rounds activations (models/quantise.py). positions: rows a slot holds; the model's own limit by default.
-    Raises ModelError when a tensor is missing or has the wrong shape.
+    kv_cache: as NativeBackend's. Raises ModelError when a tensor is missing or has the wrong shape.
     """
 
     def __init__(
@@ -39,9 +39,11 @@ class ReferenceBackend:
         slots: int = 8,
         positions: int | None = None,
         rows: int = 4096,
+        kv_cache: CacheOption = "auto",
     ) -> None:
         if precision not in ("f32", "int8"):
             raise UsageError(f"precision must be f32 or int8, got {precision!r}")
+        self.kv_cache = cache_kind(kv_cache, precision)
         if positions is not None and positions < 1:
             raise UsageError(f"positions must be at least 1, got {positions}")
         self.config = config
@@ -52,7 +54,7 @@ class ReferenceBackend:
         self._parents: dict[int, list[int]] = {}  # of each slot's pending rows
 
     def new_slot(self) -> int:
-        return self._open(KVCache(self.config, self.capacity.positions))
+        return self._open(new_cache(self.config, self.capacity.positions, self.kv_cache))
 
     def free_slot(self, slot: int) -> None:
         self._slot(slot)

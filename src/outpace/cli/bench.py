@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,6 +14,8 @@ from .terminal import note, show
 
 if TYPE_CHECKING:
     from ..backends.native import NativeBackend
+
+MARGIN = 1024  # tokens beyond the longest context: room for prompts and rows
 
 
 def kernels(
@@ -28,8 +30,11 @@ def kernels(
     bits: Annotated[int | None, typer.Option(help="Of the random weights: 8 or 4.", show_default="8")] = None,
     context: Annotated[
         list[int] | None,
-        typer.Option(help="Measure decoding after N tokens. Repeatable.", show_default="0, 1024, 4096"),
+        typer.Option(
+            help="Measure decoding after N tokens (random keys and values). Repeatable.", show_default="0, 1024, 4096"
+        ),
     ] = None,
+    kv_cache: Annotated[str, typer.Option(help="How keys and values are held: auto, f32, f16 or q8.")] = "auto",
     threads: Annotated[int | None, typer.Option(help="Threads; by default one for each fast core.")] = None,
     seconds: Annotated[
         float, typer.Option(help="Time for comparing row counts; the rest takes about twice that.")
@@ -50,15 +55,13 @@ def kernels(
     if any(n < 0 for n in contexts):
         raise UsageError("--context cannot be negative")
     quiet = as_json or not sys.stderr.isatty()
-    label, target = open_target(model, shape, bits or 8, contexts, threads, quiet=quiet)
+    label, target = open_target(model, shape, bits or 8, contexts, threads, kv_cache, quiet=quiet)
 
     def progress(text: str) -> None:
         if not quiet:
             note(f"{text} ...")
 
-    # What was asked for is measured, however long it takes to fill.
-    patience = {} if context is None else {"patience": math.inf}
-    found = measure_kernels(target, contexts=contexts, seconds=seconds, progress=progress, **patience)
+    found = measure_kernels(target, contexts=contexts, seconds=seconds, progress=progress)
     found = {"model": label, **found}
     if as_json:
         show(json.dumps(found) + "\n")
@@ -67,9 +70,16 @@ def kernels(
 
 
 def open_target(
-    model: str | None, shape: str | None, bits: int, contexts: tuple[int, ...], threads: int | None, *, quiet: bool
+    model: str | None,
+    shape: str | None,
+    bits: int,
+    contexts: tuple[int, ...],
+    threads: int | None,
+    kv_cache: str,
+    *,
+    quiet: bool,
 ) -> tuple[str, NativeBackend]:
-    """What to call it, and the model, opened for these contexts. Raises what loading raises."""
+    """What to call it, and the model, opened for these contexts; a shape takes any. Raises what loading raises."""
     from .. import hub
     from ..backends.native import NativeBackend
     from ..bench import shapes
@@ -77,14 +87,22 @@ def open_target(
 
     if shape is not None:
         config = shapes.shape(shape)
+        positions = max(config.max_position_embeddings, max(contexts, default=0) + MARGIN)
+        config = replace(config, max_position_embeddings=positions)
         label, weights = f"{shape}, {bits} bits, random weights", shapes.random_weights(config, bits)
     else:
         label = model or DEFAULT_MODEL
         loaded = load_model(hub.resolve(label, progress=not quiet))
         config, weights = loaded.config, loaded.weights
-    positions = min(config.max_position_embeddings, max(contexts, default=0) + 1024)
-    slots = len(contexts) + 2
-    return label, NativeBackend(config, weights, slots=slots, positions=positions, threads=threads)
+    positions = min(config.max_position_embeddings, max(contexts, default=0) + MARGIN)
+    return label, NativeBackend(
+        config,
+        weights,
+        slots=len(contexts) + 2,
+        positions=positions,
+        threads=threads,
+        kv_cache=kv_cache,  # type: ignore[arg-type]  # the backend checks it
+    )
 
 
 def print_report(found: dict[str, Any]) -> None:
@@ -151,9 +169,14 @@ def print_report(found: dict[str, Any]) -> None:
         ],
         console,
     )
-    speeds = [[f"decoding at {n}", f"{speed:.1f}"] for n, speed in sorted(found["decode"].items())]
-    speeds += [[f"prompt of {n}", f"{speed:.0f}"] for n, speed in sorted(found["prefill"].items())]
-    table("tokens a second", ["", "tokens/s"], speeds, console)
+    table(
+        f"decoding after a context, cache in {found['kv_cache']}",
+        ["tokens", "tokens/s", "8 rows over one"],
+        [[str(n), f"{speed:.1f}", f"{found['verify'][n]:.2f}"] for n, speed in sorted(found["decode"].items())],
+        console,
+    )
+    prompts = [[str(n), f"{speed:.0f}"] for n, speed in sorted(found["prefill"].items())]
+    table("reading a prompt", ["tokens", "tokens/s"], prompts, console)
     for text in found["left_out"]:
         note(text)
 

@@ -78,6 +78,9 @@ class Model:
     no_speculation: Annotated[bool, _model("Plain decoding: the same tokens, one a pass.", "--no-speculation")] = False
     precision: Annotated[str, _model("Arithmetic: int8 or f32.")] = "int8"
     context: Annotated[int | None, _model("Tokens that prompt and answer may have; saves memory.")] = None
+    kv_cache: Annotated[
+        str, _model("How past keys and values are held: auto, f32, f16 or q8 (least memory, long contexts faster).")
+    ] = "auto"
     threads: Annotated[int | None, _model("Threads; by default one for each fast core.")] = None
     no_cache: Annotated[
         bool, _model("Neither use nor keep the weights as they are laid out for this machine.", "--no-cache")
@@ -101,6 +104,7 @@ class Model:
             draft_model=self.draft_model,
             draft_tokens=self.draft_tokens,
             context=self.context,
+            kv_cache=self.kv_cache,  # type: ignore[arg-type]
             slots=1,
             threads=self.threads,
             cache=not self.no_cache,

@@ -1,4 +1,5 @@
-"""The arithmetic of int8 mode, written once: how activations and weights are rounded, how a product is summed.
+"""The arithmetic of int8 mode, written once: how activations, weights and the KV cache are rounded, how a product is
+summed.
 
 The native core follows these rules; this module is what it is tested against. Groups are of 32 along the input axis;
 a width that is no multiple of 32 is filled up with zeros, which change nothing.
@@ -8,6 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..cache import CacheKind, KVCache
+from ..config import ModelConfig
 from ..types import F32, ModelError
 from ..weights.formats import quantise_q8
 from ..weights.tensor import Groups
@@ -29,6 +32,26 @@ def quantise_activations(x: F32) -> tuple[F32, F32]:
     # 127 / amax overflows for amax below 4e-37: such a group is as good as zero
     inverse = np.where(np.isinf(inverse), np.float32(0), inverse).astype(np.float32)
     return np.rint(groups * inverse[..., None]), amax / np.float32(127)
+
+
+def new_cache(config: ModelConfig, positions: int, kind: CacheKind) -> KVCache:
+    """An empty cache. "f16" rounds keys and values to float16; "q8" rounds them to 8 bits as activations, and the
+    queries that meet these keys as well."""
+    if kind == "q8":
+        return KVCache(config, positions, rounded_to_q8, rounded_to_q8)
+    return KVCache(config, positions, rounded_to_f16) if kind == "f16" else KVCache(config, positions)
+
+
+def rounded_to_f16(x: F32) -> F32:
+    """The nearest float16, ties to even; what is beyond the largest one becomes that."""
+    return np.clip(x, -65504, 65504).astype(np.float16).astype(np.float32)
+
+
+def rounded_to_q8(x: F32) -> F32:
+    """float32 [..., n] as quantise_activations rounds it."""
+    q, d = quantise_activations(x)
+    values: F32 = (q * d[..., None]).reshape(*x.shape[:-1], -1)
+    return values[..., : x.shape[-1]]
 
 
 def quantise_weights(weight: F32, name: str = "without a name") -> Groups:
