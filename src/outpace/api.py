@@ -29,6 +29,7 @@ from .decode import Decoder, Request
 from .drafters import Drafter, DraftModelDrafter, NgramDrafter, SuffixDrafter
 from .engine import Engine
 from .models.loading import LoadedModel, load_model
+from .models.quantise import Precision, check_precision
 from .sampling import generation_defaults
 from .text.stream import TextStream
 from .text.template import ChatTemplate, encode_chat
@@ -37,7 +38,6 @@ from .types import F32, ModelError, SampleOpts, Stats, TokenLogprobs, UsageError
 from .weights.relaid import Relaid
 
 DEFAULT_MODEL = "smollm2-135m"
-Precision = Literal["int8", "f32"]
 DRAFTERS = ("auto", "draft_model", "ngram", "suffix", "none")
 Messages = Sequence[Mapping[str, Any]]
 
@@ -95,8 +95,9 @@ def load(
     """Loads a model: a built-in name, a Hugging Face id, a folder or a .gguf file.
 
     precision: "int8" keeps a quantised file's values and rounds others to 8 bits in groups of 32; "f32" computes in
-    float32. draft: "auto", "draft_model", "ngram", "suffix" or "none". draft_model: the model that drafts (implies
-    draft="draft_model"). draft_tokens: always draft this many (0 .. 15) instead of deciding by evidence.
+    float32; "bf16" computes in float32 with weights of 2 bytes: those of F16 and BF16 files as they are, F32 and FP8
+    rounded to bfloat16. draft: "auto", "draft_model", "ngram", "suffix" or "none". draft_model: the model that drafts
+    (implies draft="draft_model"). draft_tokens: always draft this many (0 .. 15) instead of deciding by evidence.
     context: tokens a request may hold, prompt and answer; the model's own limit by default. slots: requests at once.
     backend: "native", or "reference" for the slow NumPy oracle. cache: keep the weights as the kernels read them on the
     disk (hub.relaid), so that the next load only maps them; the results are the same. offline, progress: as
@@ -112,8 +113,7 @@ def load(
         raise UsageError("draft='draft_model' and draft_model=NAME go together")
     if draft_tokens is not None and not (isinstance(draft_tokens, int) and 0 <= draft_tokens <= MAX_DRAFT):
         raise UsageError(f"draft_tokens must be in 0 .. {MAX_DRAFT}, got {draft_tokens!r}")
-    if precision not in ("int8", "f32"):
-        raise UsageError(f"precision must be int8 or f32, got {precision!r}")
+    check_precision(precision)
     if backend not in ("native", "reference"):
         raise UsageError(f"backend must be native or reference, got {backend!r}")
     if not isinstance(cache, bool):

@@ -19,6 +19,7 @@ from .backends.native import NativeBackend
 from .backends.reference import ReferenceBackend
 from .config import ModelConfig
 from .models.mtp import MtpHead
+from .models.quantise import Precision
 from .sampling import Noise, Sampler, Stream, distribution, fresh_seed
 from .slots import common_prefix
 from .types import F32, F64, CapacityError, Device, Distribution, Draft, SampleOpts, UsageError
@@ -84,7 +85,7 @@ class Qwen3Generator:
         weights: WeightMap,
         device: Device = Device.CPU,
         *,
-        precision: Literal["int8", "f32"] = "f32",
+        precision: Precision = "f32",
         backend: Literal["native", "reference"] = "native",
     ) -> Qwen3Generator:
         """Takes the model's tensors out of the map. Raises ModelError for missing or mis-shaped ones, UsageError for

@@ -6,7 +6,6 @@ Neighbours: base.py is the contract, models/decoder.py computes a row, cache.py 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
 
@@ -14,12 +13,10 @@ from ..cache import KVCache
 from ..config import ModelConfig
 from ..models.decoder import Decoder
 from ..models.names import expected_tensors, is_matrix
-from ..models.quantise import FloatMatrix, GroupMatrix, Matrix, quantise_weights
+from ..models.quantise import Matrix, Precision, matrix
 from ..types import F32, I64, CapacityError, ModelError, UsageError
 from ..weights.weight_map import WeightMap
 from .base import Capacity, Pass, Rows
-
-Precision = Literal["f32", "int8"]
 
 
 class ReferenceBackend:
@@ -157,11 +154,8 @@ def take_weights(
             raise ModelError(f"tensor {name} has shape {list(tensor.shape)}, expected {list(shape)}")
         if len(shape) == 1:
             vectors[name] = tensor.f32()
-        elif precision == "int8" and is_matrix(name, shape):
-            groups = tensor.groups()
-            matrices[name] = GroupMatrix(quantise_weights(tensor.f32(), name) if groups is None else groups, shape[1])
         else:
-            matrices[name] = FloatMatrix(tensor.f32())
+            matrices[name] = matrix(tensor, precision if is_matrix(name, shape) else "f32", name)
     return matrices, vectors
 
 
