@@ -114,16 +114,6 @@ void tile_int8(const Matrix& m, const uint8_t* block, const int8_t* x, const flo
     unroll<R>([&](auto r) __attribute__((always_inline)) { store_some(y + r * y_stride, sums[r], outs); });
 }
 
-// 16 signed bytes.
-OUTPACE_INLINE Floats load_small(const uint8_t* from) {
-    typedef int8_t SmallPart __attribute__((vector_size(WIDTH)));
-    SmallPart bytes[PARTS];
-    std::memcpy(bytes, from, sizeof bytes);
-    Floats r;
-    OUTPACE_EACH(r, __builtin_convertvector(__builtin_convertvector(bytes[i], IntPart), FloatPart));
-    return r;
-}
-
 // The same for k-kinds. With minima it is the same sum, scale and offset being products of a factor of the super-block
 // and a small whole number. Without: d_x * (d * (first scale * (sum over 16 inputs) + last scale * (...))), where
 // everything within d * (...) is a whole number below 2^24, so that float arithmetic does not round it.
@@ -231,13 +221,7 @@ template <Matrix::Kind K> OUTPACE_INLINE Floats load_weights(const uint8_t* from
     } else if constexpr (K == Matrix::Kind::f16) {
         return load_half(from);
     } else {
-        typedef uint16_t ShortPart __attribute__((vector_size(2 * WIDTH)));
-        typedef uint32_t WordPart __attribute__((vector_size(4 * WIDTH)));
-        ShortPart halves[PARTS];
-        std::memcpy(halves, from, sizeof halves);
-        Floats r;
-        OUTPACE_EACH(r, (FloatPart)(__builtin_convertvector(halves[i], WordPart) << 16));
-        return r;
+        return load_bfloat(from);
     }
 }
 

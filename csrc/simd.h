@@ -313,6 +313,42 @@ OUTPACE_INLINE Floats load_half(const uint8_t* from) {
     return r;
 }
 
+// 16 bfloat16 values.
+OUTPACE_INLINE Floats load_bfloat(const uint8_t* from) {
+    Ints r;
+#if defined(__AVX512F__)
+    const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+    r.part[0] = (IntPart)_mm512_slli_epi32(wide, 16);
+#elif defined(__AVX2__)
+    OUTPACE_EACH(r, (IntPart)_mm256_slli_epi32(
+                        _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from) + i)), 16));
+#else
+    uint32_t values[LANES];
+    for (int i = 0; i < LANES; ++i) {
+        uint16_t half;
+        std::memcpy(&half, from + 2 * i, 2);
+        values[i] = static_cast<uint32_t>(half) << 16;
+    }
+    std::memcpy(&r, values, sizeof r);
+#endif
+    return from_bits(r);
+}
+
+// 16 signed bytes.
+OUTPACE_INLINE Floats load_small(const uint8_t* from) {
+    Ints r;
+#if defined(__AVX512F__)
+    r.part[0] = (IntPart)_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#elif defined(__AVX2__)
+    OUTPACE_EACH(r, (IntPart)_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from + 8 * i))));
+#else
+    int32_t values[LANES];
+    for (int i = 0; i < LANES; ++i) values[i] = static_cast<int8_t>(from[i]);
+    std::memcpy(&r, values, sizeof r);
+#endif
+    return to_float(r);
+}
+
 constexpr float ROUND = 12582912.0f;  // 1.5 * 2^23: x + ROUND rounds x to a whole number, half to even, in its low bits
 
 // e^x within 2 units in the last place; 0 below -87.3, 2^127.4 above 88.3; NaN stays NaN.
