@@ -11,7 +11,7 @@ namespace {
 #if defined(OUTPACE_SMALL_TILES)  // a sanitizer's build: the same code, fewer copies of it
 constexpr int TILE = 2, TILE_F32 = 2, HEADS = 2;
 #elif defined(__AVX512F__)
-constexpr int TILE = 12, TILE_F32 = 8, HEADS = 4;  // rows or heads at once: their sums fill the 32 registers
+constexpr int TILE = 16, TILE_F32 = 8, HEADS = 4;  // rows or heads at once: their sums fill the 32 registers
 #elif defined(__AVX2__)
 constexpr int TILE = 4, TILE_F32 = 4, HEADS = 1;
 #else

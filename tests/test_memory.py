@@ -73,7 +73,7 @@ def test_every_kind_of_file(kind: str, precision: str) -> None:
         try:
             data = gguf.quants.quantize(array, gguf.GGMLQuantizationType[kind])
         except NotImplementedError:  # the k-quants: any bytes with finite scales
-            blocks = random.integers(0, 60, (array.size // 256, KINDS[kind].size), dtype=np.uint8)
+            blocks = random.integers(0, 60, (array.size // KINDS[kind].block, KINDS[kind].size), dtype=np.uint8)
             data = blocks
         return Tensor(array.shape, kind, np.ascontiguousarray(data).reshape(-1).view(np.uint8))
 

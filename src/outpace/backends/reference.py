@@ -13,7 +13,7 @@ from ..cache import KVCache
 from ..config import ModelConfig
 from ..models.decoder import Decoder
 from ..models.names import expected_tensors, is_matrix
-from ..models.quantise import Matrix, Precision, matrix
+from ..models.quantise import Matrix, Precision, check_precision, matrix
 from ..types import F32, I64, CapacityError, ModelError, UsageError
 from ..weights.weight_map import WeightMap
 from .base import Capacity, Pass, Rows
@@ -23,7 +23,8 @@ class ReferenceBackend:
     """A model on the oracle. Takes its tensors out of `weights` (canonical names, models/names.py).
 
     precision: "f32" decodes every tensor; "int8" holds matrices in groups of 32 (exactly, where the file's kind allows
-    it) and rounds activations (models/quantise.py). positions: rows a slot holds; the model's own limit by default.
+    it) and rounds activations; "bf16" rounds F32 and FP8 matrices to bfloat16 (models/quantise.py). positions: rows a
+    slot holds; the model's own limit by default.
     Raises ModelError when a tensor is missing or has the wrong shape.
     """
 
@@ -37,8 +38,7 @@ class ReferenceBackend:
         positions: int | None = None,
         rows: int = 4096,
     ) -> None:
-        if precision not in ("f32", "int8"):
-            raise UsageError(f"precision must be f32 or int8, got {precision!r}")
+        check_precision(precision)
         if positions is not None and positions < 1:
             raise UsageError(f"positions must be at least 1, got {positions}")
         self.config = config
