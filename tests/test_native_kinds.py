@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
@@ -13,13 +12,13 @@ from hypothesis import strategies as st
 
 import outpace
 import tiny
+from kinds import LARGE, SUPERS, TOKENS, inputs, logits, model, product, quantised, supers
 from outpace import _native
 from outpace.backends.base import Rows
 from outpace.backends.native import NativeBackend
 from outpace.backends.reference import ReferenceBackend
 from outpace.models.export import export_gguf
 from outpace.models.loading import load_model
-from outpace.models.names import is_matrix
 from outpace.models.quantise import GroupMatrix, HalfGroupMatrix, held, matrix
 from outpace.types import UsageError
 from outpace.weights.formats import KINDS, Supers, round_bfloat16
@@ -27,39 +26,8 @@ from outpace.weights.gguf import GGUFFile, write_gguf
 from outpace.weights.relaid import Relaid
 from outpace.weights.tensor import Tensor
 from outpace.weights.weight_map import WeightMap
-from test_export import write_folder
 from test_native import run_python, same
 from test_relaid import fresh_model
-
-FACTORS_AT = {"Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
-SUPERS = list(FACTORS_AT)
-LARGE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_hidden_layers": 2}
-
-
-def quantised(kind: str, shape: tuple[int, int], seed: int = 0, gain: float = 1.0) -> Tensor:
-    """Random blocks, their factors small and of either sign; gain: how large the weights become, nearly."""
-    form = KINDS[kind]
-    random = np.random.default_rng(seed)
-    blocks = random.integers(0, 256, (int(np.prod(shape)) // form.block, form.size), dtype=np.uint8)
-    for at in FACTORS_AT.get(kind, (0,)):
-        factors = random.uniform(-1, 1, len(blocks)) * gain * {"Q3_K": 0.02, "Q6_K": 0.0003}.get(kind, 0.002)
-        blocks[:, at : at + 2] = factors.astype("<f2").view(np.uint8).reshape(-1, 2)
-    return Tensor(shape, kind, blocks.reshape(-1))
-
-
-def supers(tensor: Tensor) -> Supers:
-    found = tensor.supers()
-    assert found is not None
-    return found
-
-
-def product(x: np.ndarray, s: Supers, threads: int = 1) -> np.ndarray:
-    return _native.matmul_super(x, s.kind, s.q, s.d, s.scale, s.dmin, s.minimum, threads)
-
-
-def inputs(rows: int, width: int, seed: int = 1) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal((rows, width)).astype(np.float32)
-
 
 # ------------------------------------------------------------------------------------------------------- products
 
@@ -182,31 +150,6 @@ def test_arrays_that_do_not_fit_are_refused() -> None:
 # --------------------------------------------------------------------------------------------------------- models
 
 
-def model(kind: str, variant: str = "tied", **changes: Any) -> tuple[outpace.config.ModelConfig, WeightMap]:
-    """A model whose matrices are of one kind."""
-    config, arrays = tiny.random_model(variant, **LARGE | changes)
-    tensors = {}
-    for i, (name, array) in enumerate(arrays.items()):
-        if not is_matrix(name, array.shape):
-            tensors[name] = Tensor.from_array(array)
-        elif kind in ("F16", "BF16"):
-            bits = round_bfloat16(array) if kind == "BF16" else array.astype(np.float16).view(np.uint16)
-            tensors[name] = Tensor(array.shape, kind, bits.reshape(-1).view(np.uint8))
-        else:
-            tensors[name] = quantised(kind, array.shape, i, gain=0.6)
-    return config, WeightMap(tensors)
-
-
-TOKENS = [int(t) for t in np.random.default_rng(3).integers(0, 67, 24)]
-
-
-def logits(backend: Any, tokens: list[int] = TOKENS) -> np.ndarray:
-    slot = backend.new_slot()
-    found: np.ndarray = backend.forward([Rows(slot, tokens)]).logits
-    backend.free_slot(slot)
-    return found
-
-
 @pytest.mark.parametrize("variant", ["tied", "moe_shared"])
 @pytest.mark.parametrize("kind", [*SUPERS, "IQ4_NL", "IQ4_XS"])
 def test_models_agree_with_the_oracle_and_embed_the_files_values(kind: str, variant: str) -> None:
@@ -312,6 +255,8 @@ def test_any_form_is_refused_or_computes(
 
 def test_a_gguf_file_of_q4_k_and_q6_k_answers_as_the_oracle(tmp_path: Path) -> None:
     """The usual mixture of k-quants, embedding in Q6_K and tied."""
+    from test_export import write_folder  # brings torch, which the sanitizers' run of this file does without
+
     write_folder(tmp_path / "model", "tied", **LARGE)
     export_gguf(load_model(tmp_path / "model"), "q8", tmp_path / "q8.gguf")
     file = GGUFFile.open(tmp_path / "q8.gguf")
@@ -336,13 +281,14 @@ def test_a_gguf_file_of_q4_k_and_q6_k_answers_as_the_oracle(tmp_path: Path) -> N
 _PRINT_BITS = """
 import hashlib
 import numpy as np
-import test_native_kinds as t
+import kinds as t
+from outpace.backends.native import NativeBackend
 digest = hashlib.sha256()
 for kind in t.SUPERS:
     digest.update(t.product(t.inputs(30, 512), t.supers(t.quantised(kind, (20, 512))), 2).tobytes())
 for kind, precision in (("Q4_K", "int8"), ("Q6_K", "int8"), ("F16", "bf16"), ("BF16", "bf16")):
     small = t.model(kind, num_hidden_layers=1)
-    digest.update(t.logits(t.NativeBackend(*small, precision=precision), t.TOKENS[:5]).tobytes())
+    digest.update(t.logits(NativeBackend(*small, precision=precision), t.TOKENS[:5]).tobytes())
 print(t._native.isa(), digest.hexdigest())
 """
 
