@@ -14,7 +14,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-TESTS = "product or oracle or odd_shapes or far_positions or company or chunks or history or refused or slots or nan or form"
+TESTS = (
+    "product or oracle or odd_shapes or far_positions or company or chunks or history or refused or slots or nan "
+    "or damaged or any_form"
+)
 
 
 def runtime(compiler: str, name: str) -> str | None:
