@@ -17,8 +17,9 @@ namespace outpace {
 // Activation rows rounded to 8 bits in groups of 32: d = max|x| / 127, q = round-half-even(x * (127 / max|x|)).
 // Rows lie in panels of `tile` rows, the number that a matrix product takes at once; within a panel group by group.
 struct Panels {
-    // Fields of a group, each one value a row: d and the sum of q as floats, then -base * (sum of q) for each base.
-    enum Field { D, SUM, START_0, START_8, START_128, FIELDS };
+    // Fields of a group, each one value a row: d and the sum of q as floats, then base * (sum of q) for each base, and
+    // for base -32 those of the first 16 and of the last 16 inputs.
+    enum Field { D, SUM, START_0, START_8, START_128, FIRST_32, LAST_32, FIELDS };
 
     int8_t* q = nullptr;
     float* meta = nullptr;
@@ -94,6 +95,7 @@ struct Kernels {
 
     // Outputs 16 * first .. 16 * last of y = x * w^T for all rows. y: float32 [rows][y_stride], columns from output 0.
     void (*matmul_int8)(const Matrix& w, const Panels& x, int first, int last, float* y, size_t y_stride);
+    // Weights in f32, f16 or bf16.
     void (*matmul_f32)(const Matrix& w, const float* x, size_t x_stride, int rows, int first, int last, float* y,
                        size_t y_stride);
     void (*quantise)(const float* x, int n, const Panels& to, int row);

@@ -11,7 +11,7 @@ namespace {
 #if defined(OUTPACE_SMALL_TILES)  // a sanitizer's build: the same code, fewer copies of it
 constexpr int TILE = 2, TILE_F32 = 2;
 #elif defined(__AVX512F__)
-constexpr int TILE = 12, TILE_F32 = 8;  // rows at once: their sums fill the 32 registers
+constexpr int TILE = 16, TILE_F32 = 8;  // rows at once: their sums fill the 32 registers
 #elif defined(__AVX2__)
 constexpr int TILE = 4, TILE_F32 = 4;
 #elif defined(__aarch64__)
@@ -32,8 +32,56 @@ template <bool HALF> OUTPACE_INLINE Floats load_scale(const uint8_t* scales, siz
 
 // ------------------------------------------------------------------------------------------------ matrix products
 
+template <int BY> OUTPACE_INLINE Bytes shifted_left(const Bytes& v) {  // within words of 4 bytes; BY < 0: right
+    typedef uint32_t WordPart __attribute__((vector_size(4 * WIDTH)));
+    Bytes r;
+    OUTPACE_EACH(r, (BytePart)(BY < 0 ? (WordPart)v.part[i] >> (BY < 0 ? -BY : 0) : (WordPart)v.part[i] << (BY < 0 ? 0 : BY)));
+    return r;
+}
+
+template <int MASK> OUTPACE_INLINE Bytes with_bits(const Bytes& v, const Bytes& more) {
+    Bytes r;
+    OUTPACE_EACH(r, v.part[i] | (more.part[i] & MASK));
+    return r;
+}
+
+// The 8 steps of a group's weights, as dot4 takes them.
+template <Matrix::Kind K> OUTPACE_INLINE void unpack(const uint8_t* w, Bytes (&weights)[8]) {
+    using Kind = Matrix::Kind;
+    if constexpr (K == Kind::int8) {
+        unroll<8>([&](auto j) __attribute__((always_inline)) { weights[j] = load_bytes(w + 64 * j); });
+        return;
+    }
+    unroll<4>([&](auto j) __attribute__((always_inline)) {
+        const Bytes pair = load_bytes(w + 64 * j);
+        weights[j] = low_nibbles(pair);
+        weights[j + 4] = high_nibbles(pair);
+    });
+    if constexpr (K == Kind::q3_k) {  // 4 more than the weight lies there, the kernel's base is -32
+        unroll<8>([&](auto j) __attribute__((always_inline)) {
+            OUTPACE_EACH(weights[j], weights[j].part[i] + 28);
+        });
+    }
+    if constexpr (K == Kind::q5_k) {
+        const Bytes fifth = load_bytes(w + 256);
+        unroll<8>([&](auto j) __attribute__((always_inline)) {
+            weights[j] = with_bits<16>(weights[j], shifted_left<4 - j>(fifth));
+        });
+    }
+    if constexpr (K == Kind::q6_k) {
+        unroll<8>([&](auto j) __attribute__((always_inline)) {
+            const Bytes upper = load_bytes(w + 256 + j / 4 * 64);
+            weights[j] = with_bits<48>(weights[j], shifted_left<4 - j % 4 * 2>(upper));
+        });
+    }
+}
+
+template <int LINES> OUTPACE_INLINE void prefetch(const uint8_t* at) {
+    unroll<LINES>([&](auto j) __attribute__((always_inline)) { __builtin_prefetch(at + 64 * j); });
+}
+
 // 16 outputs of R rows: y = sum over groups, in order, of d * (scale * (sum of w * x) + offset * (sum of x)).
-template <int R, bool INT4, bool OFFSET, bool HALF>
+template <int R, Matrix::Kind K, bool OFFSET, bool HALF>
 void tile_int8(const Matrix& m, const uint8_t* block, const int8_t* x, const float* meta, int start_field, float* y,
                size_t y_stride, int outs) {
     Floats sums[R];
@@ -42,25 +90,14 @@ void tile_int8(const Matrix& m, const uint8_t* block, const int8_t* x, const flo
     const uint8_t* offsets = scales + m.scale_bytes();
     const uint8_t* w = block + m.scale_bytes() * (OFFSET ? 2 : 1);
     // The block is read front to back at two or three places at once; what comes next is asked for at an even pace.
-    constexpr int PACE = (INT4 ? 256 : 512) + (HALF ? 32 : 64) * (OFFSET ? 2 : 1);
+    constexpr int BYTES = Matrix::group_bytes(K), PACE = BYTES + (HALF ? 32 : 64) * (OFFSET ? 2 : 1);
     const uint8_t* ahead = block + PREFETCH;
     for (int g = 0; g < m.groups; ++g) {
-        unroll<(PACE + 63) / 64>([&](auto j) __attribute__((always_inline)) { __builtin_prefetch(ahead + 64 * j); });
+        prefetch<(PACE + 63) / 64>(ahead);
         ahead += PACE;
         Bytes weights[8];
-        if constexpr (INT4) {
-            unroll<4>([&](auto j) __attribute__((always_inline)) {
-                const Bytes pair = load_bytes(w + 64 * j);
-                weights[j] = low_nibbles(pair);
-                weights[j + 4] = high_nibbles(pair);
-            });
-            w += 256;
-        } else {
-            unroll<8>([&](auto j) __attribute__((always_inline)) {
-                weights[j] = load_bytes(w + 64 * j);
-            });
-            w += 512;
-        }
+        unpack<K>(w, weights);
+        w += BYTES;
         const Floats scale = load_scale<HALF>(scales, g);
         const Floats lift = scale * fill(-ROUND);
         Floats offset;
@@ -85,19 +122,82 @@ void tile_int8(const Matrix& m, const uint8_t* block, const int8_t* x, const flo
     unroll<R>([&](auto r) __attribute__((always_inline)) { store_some(y + r * y_stride, sums[r], outs); });
 }
 
+// The same for k-kinds. With minima it is the same sum, scale and offset being products of a factor of the super-block
+// and a small whole number. Without: d_x * (d * (first scale * (sum over 16 inputs) + last scale * (...))), where
+// everything within d * (...) is a whole number below 2^24, so that float arithmetic does not round it.
+template <int R, Matrix::Kind K>
+void tile_super(const Matrix& m, const uint8_t* block, const int8_t* x, const float* meta, int, float* y,
+                size_t y_stride, int outs) {
+    constexpr size_t BYTES = Matrix::group_bytes(K), STEP = Matrix::super_bytes(K);
+    Floats sums[R];
+    unroll<R>([&](auto r) __attribute__((always_inline)) { sums[r] = fill(0.0f); });
+    const uint8_t* factors = block;
+    const uint8_t* min_factors = factors + m.factor_bytes();
+    const uint8_t* scales = block + m.supers_at();
+    for (int s = 0; s < m.groups / 8; ++s) {
+        const Floats d = load_half(factors + s * 32);
+        Floats dmin;
+        if constexpr (!Matrix::halves(K)) dmin = fill(0.0f) - load_half(min_factors + s * 32);
+        prefetch<4>(scales + 2 * STEP);
+        const uint8_t* w = scales + 256;
+        for (int g = 0; g < 8; ++g) {
+            prefetch<BYTES / 64>(w + 2 * STEP);
+            Bytes weights[8];
+            unpack<K>(w, weights);
+            w += BYTES;
+            if constexpr (Matrix::halves(K)) {
+                const Floats first = load_int8(scales + 32 * g), last = load_int8(scales + 32 * g + 16);
+                unroll<R>([&](auto r) __attribute__((always_inline)) {
+                    int32_t starts[2];
+                    std::memcpy(starts, meta + Panels::FIRST_32 * R + r, 4);
+                    std::memcpy(starts + 1, meta + Panels::LAST_32 * R + r, 4);
+                    Ints dot_first = fill(starts[0]), dot_last = fill(starts[1]);
+                    unroll<4>([&](auto j) __attribute__((always_inline)) {
+                        dot_first = dot4(dot_first, weights[j], x + r * 32 + j * 4);
+                        dot_last = dot4(dot_last, weights[j + 4], x + r * 32 + 16 + j * 4);
+                    });
+                    const Floats whole = fma(last, to_float(dot_last), first * to_float(dot_first));
+                    sums[r] = fma(fill(meta[Panels::D * R + r]), d * whole, sums[r]);
+                });
+            } else {
+                const Floats scale = d * load_int8(scales + 16 * g), offset = dmin * load_int8(scales + 128 + 16 * g);
+                unroll<R>([&](auto r) __attribute__((always_inline)) {
+                    Ints dot = fill(int32_t(0));
+                    unroll<8>([&](auto j) __attribute__((always_inline)) {
+                        dot = dot4(dot, weights[j], x + r * 32 + j * 4);
+                    });
+                    const Floats part = fma(offset, fill(meta[Panels::SUM * R + r]), scale * to_float(dot));
+                    sums[r] = fma(fill(meta[Panels::D * R + r]), part, sums[r]);
+                });
+            }
+            x += R * GROUP;
+            meta += R * Panels::FIELDS;
+        }
+        scales += STEP;
+    }
+    unroll<R>([&](auto r) __attribute__((always_inline)) { store_some(y + r * y_stride, sums[r], outs); });
+}
+
 using TileInt8 = void (*)(const Matrix&, const uint8_t*, const int8_t*, const float*, int, float*, size_t, int);
 
+template <int R, Matrix::Kind K> TileInt8 tile_of(const Matrix& m) {
+    switch (m.offset * 2 + m.half) {
+        case 0: return tile_int8<R, K, false, false>;
+        case 1: return tile_int8<R, K, false, true>;
+        case 2: return tile_int8<R, K, true, false>;
+        default: return tile_int8<R, K, true, true>;
+    }
+}
+
 template <int R> TileInt8 tile_for(const Matrix& m) {
-    const int kind = (m.kind == Matrix::Kind::int4) * 4 + m.offset * 2 + m.half;
-    switch (kind) {
-        case 0: return tile_int8<R, false, false, false>;
-        case 1: return tile_int8<R, false, false, true>;
-        case 2: return tile_int8<R, false, true, false>;
-        case 3: return tile_int8<R, false, true, true>;
-        case 4: return tile_int8<R, true, false, false>;
-        case 5: return tile_int8<R, true, false, true>;
-        case 6: return tile_int8<R, true, true, false>;
-        default: return tile_int8<R, true, true, true>;
+    using Kind = Matrix::Kind;
+    switch (m.kind) {
+        case Kind::q3_k: return tile_super<R, Kind::q3_k>;
+        case Kind::q4_k: return tile_super<R, Kind::q4_k>;
+        case Kind::q5_k: return tile_super<R, Kind::q5_k>;
+        case Kind::q6_k: return tile_super<R, Kind::q6_k>;
+        case Kind::int4: return tile_of<R, Kind::int4>(m);
+        default: return tile_of<R, Kind::int8>(m);
     }
 }
 
@@ -122,18 +222,32 @@ void matmul_int8(const Matrix& w, const Panels& x, int first, int last, float* y
     }
 }
 
+// 16 weights as float32, which f16 and bf16 become without rounding.
+template <Matrix::Kind K> OUTPACE_INLINE Floats load_weights(const uint8_t* from) {
+    if constexpr (K == Matrix::Kind::f32) {
+        return load(reinterpret_cast<const float*>(from));
+    } else if constexpr (K == Matrix::Kind::f16) {
+        return load_half(from);
+    } else {
+        return load_bfloat(from);
+    }
+}
+
 // 16 * B outputs of R rows; inputs are summed in order.
-template <int R, int B>
+template <int R, int B, Matrix::Kind K>
 void tile_f32(const Matrix& m, int b, const float* x, size_t x_stride, float* y, size_t y_stride) {
+    constexpr size_t STEP = OUTS * Matrix::float_bytes(K);
     Floats sums[R][B];
     unroll<R>([&](auto r) __attribute__((always_inline)) {
         unroll<B>([&](auto c) __attribute__((always_inline)) { sums[r][c] = fill(0.0f); });
     });
-    const float* w = reinterpret_cast<const float*>(m.data + m.block_bytes * b);
-    const size_t next = m.block_bytes / 4;
-    for (int i = 0; i < m.in; ++i, w += OUTS) {
+    const uint8_t* w = m.data + m.block_bytes * b;
+    for (int i = 0; i < m.in; ++i, w += STEP) {
         Floats weights[B];
-        unroll<B>([&](auto c) __attribute__((always_inline)) { weights[c] = load(w + c * next); });
+        unroll<B>([&](auto c) __attribute__((always_inline)) {
+            __builtin_prefetch(w + c * m.block_bytes + PREFETCH / B);
+            weights[c] = load_weights<K>(w + c * m.block_bytes);
+        });
         unroll<R>([&](auto r) __attribute__((always_inline)) {
             const Floats input = fill(x[r * x_stride + i]);
             unroll<B>([&](auto c) __attribute__((always_inline)) { sums[r][c] = fma(weights[c], input, sums[r][c]); });
@@ -145,33 +259,43 @@ void tile_f32(const Matrix& m, int b, const float* x, size_t x_stride, float* y,
     });
 }
 
-template <int R>
+template <int R, Matrix::Kind K>
 void rows_f32(const Matrix& m, int b, int blocks, const float* x, size_t x_stride, int rows, float* y, size_t stride) {
     if constexpr (R > 1) {
-        if (rows < R) return rows_f32<R - 1>(m, b, blocks, x, x_stride, rows, y, stride);
+        if (rows < R) return rows_f32<R - 1, K>(m, b, blocks, x, x_stride, rows, y, stride);
     }
     if constexpr (R * 4 <= 2 * TILE_F32) {
-        if (blocks == 4) return tile_f32<R, 4>(m, b, x, x_stride, y, stride);
+        if (blocks == 4) return tile_f32<R, 4, K>(m, b, x, x_stride, y, stride);
     }
     for (int c = 0; c < blocks; ++c) {
         if (c + 1 < blocks) {
-            tile_f32<R, 2>(m, b + c, x, x_stride, y, stride);
+            tile_f32<R, 2, K>(m, b + c, x, x_stride, y, stride);
             ++c;
         } else {
-            tile_f32<R, 1>(m, b + c, x, x_stride, y, stride);
+            tile_f32<R, 1, K>(m, b + c, x, x_stride, y, stride);
+        }
+    }
+}
+
+template <Matrix::Kind K>
+void matmul_floats(const Matrix& w, const float* x, size_t x_stride, int rows, int first, int last, float* y,
+                   size_t y_stride) {
+    for (int b = first; b < last; b += 4) {
+        const int blocks = last - b < 4 ? last - b : 4;
+        for (int row = 0; row < rows; row += TILE_F32) {
+            const int count = rows - row < TILE_F32 ? rows - row : TILE_F32;
+            rows_f32<TILE_F32, K>(w, b, blocks, x + row * x_stride, x_stride, count, y + row * y_stride, y_stride);
         }
     }
 }
 
 void matmul_f32(const Matrix& w, const float* x, size_t x_stride, int rows, int first, int last, float* y,
                 size_t y_stride) {
-    for (int b = first; b < last; b += 4) {
-        const int blocks = last - b < 4 ? last - b : 4;
-        for (int row = 0; row < rows; row += TILE_F32) {
-            const int count = rows - row < TILE_F32 ? rows - row : TILE_F32;
-            rows_f32<TILE_F32>(w, b, blocks, x + row * x_stride, x_stride, count, y + row * y_stride, y_stride);
-        }
-    }
+    using Kind = Matrix::Kind;
+    const auto multiply = w.kind == Kind::f32   ? matmul_floats<Kind::f32>
+                          : w.kind == Kind::f16 ? matmul_floats<Kind::f16>
+                                                : matmul_floats<Kind::bf16>;
+    multiply(w, x, x_stride, rows, first, last, y, y_stride);
 }
 
 void quantise(const float* x, int n, const Panels& to, int row) {
@@ -193,17 +317,16 @@ void quantise(const float* x, int n, const Panels& to, int row) {
         int32_t whole[GROUP];
         std::memcpy(whole, &qa, 64);
         std::memcpy(whole + 16, &qb, 64);
-        int32_t total = 0;
+        int32_t totals[2] = {0, 0};
         for (int i = 0; i < GROUP; ++i) {
             q[i] = static_cast<int8_t>(whole[i]);
-            total += q[i];
+            totals[i / 16] += q[i];
         }
-        const int32_t starts[3] = {0x4B400000, 0x4B400000 - 8 * total, 0x4B400000 - 128 * total};
+        const int32_t total = totals[0] + totals[1];
+        const int32_t starts[5] = {0, -8 * total, -128 * total, -32 * totals[0], -32 * totals[1]};
         meta[Panels::D * rows] = amax / 127.0f;
         meta[Panels::SUM * rows] = static_cast<float>(total);
-        std::memcpy(meta + Panels::START_0 * rows, starts, 4);
-        std::memcpy(meta + Panels::START_8 * rows, starts + 1, 4);
-        std::memcpy(meta + Panels::START_128 * rows, starts + 2, 4);
+        for (int i = 0; i < 5; ++i) std::memcpy(meta + (Panels::START_0 + i) * rows, starts + i, 4);
         q += static_cast<size_t>(rows) * GROUP;
         meta += static_cast<size_t>(rows) * Panels::FIELDS;
     }

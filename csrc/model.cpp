@@ -69,6 +69,18 @@ void Model::put_f32(const std::string& name, const float* w, int out, int in) {
     matrices_[name] = pack_f32(arena_, w, out, in);
 }
 
+void Model::put_16(const std::string& name, const uint16_t* w, Matrix::Kind kind, int out, int in) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (ready_ || matrices_.count(name)) refuse("tensor " + name + " was already given");
+    matrices_[name] = pack_16(arena_, w, kind, out, in);
+}
+
+void Model::put_super(const std::string& name, const Supers& from, Matrix::Kind kind, int out, int in) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (ready_ || matrices_.count(name)) refuse("tensor " + name + " was already given");
+    matrices_[name] = pack_super(arena_, from, kind, out, in);
+}
+
 void Model::put_packed(const std::string& name, const Matrix& like, const uint8_t* data, size_t bytes) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (ready_ || matrices_.count(name)) refuse("tensor " + name + " was already given");
@@ -164,7 +176,7 @@ void Model::ready() {
         }
         layers_.push_back(std::move(layer));
     }
-    for (const auto& [name, m] : matrices_) int8_ |= m.kind != Matrix::Kind::f32;
+    for (const auto& [name, m] : matrices_) int8_ |= !m.floats();
     ready_ = true;
 }
 
@@ -380,7 +392,7 @@ Model::Input Model::quantised(const float* x, size_t stride, int rows, int width
 // Blocks first .. last of a linear layer, for all rows of the input.
 void Model::multiply(const Linear& linear, const Input& input, int first, int last, float* y, size_t stride) {
     const Matrix& w = linear.w;
-    if (w.kind == Matrix::Kind::f32) {
+    if (w.floats()) {
         kernels_.matmul_f32(w, input.x, input.stride, input.rows, first, last, y, stride);
     } else {
         kernels_.matmul_int8(w, input.panels, first, last, y, stride);

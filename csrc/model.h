@@ -47,6 +47,8 @@ class Model {
     // another shape. Pointers as in matrix.h; nothing is kept of them.
     void put_int8(const std::string& name, const int8_t* q, const float* scale, const float* offset, int out, int in);
     void put_f32(const std::string& name, const float* w, int out, int in);
+    void put_16(const std::string& name, const uint16_t* w, Matrix::Kind kind, int out, int in);
+    void put_super(const std::string& name, const Supers& from, Matrix::Kind kind, int out, int in);
     void put_vector(const std::string& name, const float* v, int n);
     // A packed matrix whose bytes outlive the model (matrix.h, `place`).
     void put_packed(const std::string& name, const Matrix& like, const uint8_t* data, size_t bytes);

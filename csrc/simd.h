@@ -395,6 +395,27 @@ OUTPACE_INLINE void store_half(uint8_t* to, const Floats& v) {
 #endif
 }
 
+// 16 bfloat16 values.
+OUTPACE_INLINE Floats load_bfloat(const uint8_t* from) {
+    Ints r;
+#if defined(__AVX512F__)
+    const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+    r.part[0] = (IntPart)_mm512_slli_epi32(wide, 16);
+#elif defined(__AVX2__)
+    OUTPACE_EACH(r, (IntPart)_mm256_slli_epi32(
+                        _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from) + i)), 16));
+#else
+    uint32_t values[LANES];
+    for (int i = 0; i < LANES; ++i) {
+        uint16_t half;
+        std::memcpy(&half, from + 2 * i, 2);
+        values[i] = static_cast<uint32_t>(half) << 16;
+    }
+    std::memcpy(&r, values, sizeof r);
+#endif
+    return from_bits(r);
+}
+
 // 16 bytes with sign.
 OUTPACE_INLINE Floats load_int8(const uint8_t* from) {
 #if defined(__AVX512F__)

@@ -80,6 +80,10 @@ def test_the_tables_begin_with_the_ceiling(tmp_path: Path) -> None:
         (["--bits", "4"], "--shape"),
         (["--shape", "huge"], "unknown shape 'huge'"),
         (["--shape", "tiny", "--bits", "3"], "8 or 4"),
+        (["--kind", "q4_k"], "--shape"),
+        (["--shape", "tiny", "--bits", "4", "--kind", "q4_0"], "not both"),
+        (["--shape", "tiny", "--kind", "q2_k"], "q6_k, f16, bf16, got 'q2_k'"),
+        (["--shape", "tiny", "--kind", "q4_k"], "no Q4_K form"),
         (["--shape", "tiny", "--context", "-1"], "negative"),
         (["--shape", "tiny", "--seconds", "0"], "--seconds"),
         (["--shape", "tiny", "--threads", "0"], "threads"),
@@ -104,6 +108,27 @@ def test_random_weights_are_complete_and_of_the_size_that_is_said(bits: int) -> 
     logits = target.forward([Rows(target.new_slot(), [1, 2, 3])]).logits
     assert np.isfinite(logits).all()
     assert logits.std() > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "bits"),
+    [("q4_1", 5), ("q3_k", 4 + 9 / 16), ("q4_k", 4 + 5 / 8), ("q5_k", 5 + 5 / 8), ("Q6_K", 6 + 9 / 16), ("bf16", 16)],
+)
+def test_random_weights_of_a_kind(kind: str, bits: float) -> None:
+    sizes = {name: getattr(TINY, name) for name in TINY.__slots__}
+    config = ModelConfig(**{**sizes, "hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 32})
+    precision = "bf16" if kind == "bf16" else "int8"
+    target = NativeBackend(config, shapes.random_weights(config, kind), precision=precision, threads=1)
+    shapes_read = [s for name, s in expected_tensors(config).items() if len(s) == 2 and "embed" not in name]
+    assert target.pass_bytes == sum(np.prod(s) for s in shapes_read) * bits / 8
+    logits = target.forward([Rows(target.new_slot(), [1, 2, 3])]).logits
+    assert np.isfinite(logits).all()
+    assert logits.std() > 0
+
+
+def test_the_kind_can_be_named() -> None:
+    found = measured("--shape", "tiny", "--kind", "BF16", "--json", "--context", "0")
+    assert found["model"] == "tiny, bf16, random weights"
 
 
 def test_a_tied_head_is_read_and_unused_experts_are_not() -> None:

@@ -72,8 +72,15 @@ def test_every_kind_of_cache(head_dim: int, kv_cache: CacheOption) -> None:
         assert per_token["q8"] < 0.58 * per_token["f16"]
 
 
-@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"])
-def test_every_kind_of_file(kind: str) -> None:
+FLOATS = ["F32", "F16", "BF16"]
+QUANTISED = ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "precision"),
+    [*((kind, p) for kind in FLOATS for p in ("int8", "bf16", "f32")), *((kind, "int8") for kind in QUANTISED)],
+)
+def test_every_kind_of_file(kind: str, precision: str) -> None:
     config, arrays = tiny.random_model("qwen3", hidden_size=256, intermediate_size=256, num_attention_heads=8)
     random = np.random.default_rng(0)
 
@@ -83,14 +90,18 @@ def test_every_kind_of_file(kind: str) -> None:
         try:
             data = gguf.quants.quantize(array, gguf.GGMLQuantizationType[kind])
         except NotImplementedError:  # the k-quants: any bytes with finite scales
-            blocks = random.integers(0, 60, (array.size // 256, KINDS[kind].size), dtype=np.uint8)
+            blocks = random.integers(0, 60, (array.size // KINDS[kind].block, KINDS[kind].size), dtype=np.uint8)
             data = blocks
         return Tensor(array.shape, kind, np.ascontiguousarray(data).reshape(-1).view(np.uint8))
 
     weights = WeightMap({name: tensor(name, array) for name, array in arrays.items()})
-    need = estimate(config, weights, "int8")
-    held = NativeBackend(config, weights).memory[0]
+    need = estimate(config, weights, precision)
+    held = NativeBackend(config, weights, precision=precision).memory[0]  # type: ignore[arg-type]
     assert need.weights == pytest.approx(held, rel=0.02)
+    if kind in ("Q4_K", "Q6_K"):  # as in the file, but for the scales, which have whole bytes
+        assert held < 1.05 * sum(
+            KINDS[kind].size * a.size / 256 if a.ndim == 2 else 4 * a.size for a in arrays.values()
+        )
 
 
 @pytest.mark.parametrize("precision", ["int8", "f32"])

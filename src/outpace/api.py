@@ -31,6 +31,7 @@ from .drafters import Drafter, DraftModelDrafter, NgramDrafter, SuffixDrafter
 from .engine import Engine
 from .json_file import read_json
 from .models.loading import LoadedModel, load_model
+from .models.quantise import Precision, check_precision
 from .sampling import generation_defaults
 from .text.stream import TextStream
 from .text.template import ChatTemplate, encode_chat
@@ -39,7 +40,6 @@ from .types import F32, ModelError, SampleOpts, Stats, TokenLogprobs, UsageError
 from .weights.relaid import Relaid
 
 DEFAULT_MODEL = "smollm2-135m"
-Precision = Literal["int8", "f32"]
 DRAFTERS = ("auto", "draft_model", "ngram", "suffix", "none")
 Messages = Sequence[Mapping[str, Any]]
 
@@ -98,8 +98,9 @@ def load(
     """Loads a model: a built-in name, a Hugging Face id, a folder or a .gguf file.
 
     precision: "int8" keeps a quantised file's values and rounds others to 8 bits in groups of 32; "f32" computes in
-    float32. draft: "auto", "draft_model", "ngram", "suffix" or "none". draft_model: the model that drafts (implies
-    draft="draft_model"). draft_tokens: always draft this many (0 .. 15) instead of deciding by evidence.
+    float32; "bf16" computes in float32 with weights of 2 bytes: those of F16 and BF16 files as they are, F32 and FP8
+    rounded to bfloat16. draft: "auto", "draft_model", "ngram", "suffix" or "none". draft_model: the model that drafts
+    (implies draft="draft_model"). draft_tokens: always draft this many (0 .. 15) instead of deciding by evidence.
     context: tokens a request may hold, prompt and answer; the model's own limit by default. kv_cache: how keys and
     values of past tokens are held: "f32", "f16", "q8" (8 bits: half of f16's memory), or "auto": f32 when precision is
     "f32", else f16. slots: requests at once.
@@ -117,8 +118,7 @@ def load(
         raise UsageError("draft='draft_model' and draft_model=NAME go together")
     if draft_tokens is not None and not (isinstance(draft_tokens, int) and 0 <= draft_tokens <= MAX_DRAFT):
         raise UsageError(f"draft_tokens must be in 0 .. {MAX_DRAFT}, got {draft_tokens!r}")
-    if precision not in ("int8", "f32"):
-        raise UsageError(f"precision must be int8 or f32, got {precision!r}")
+    check_precision(precision)
     cache_kind(kv_cache, precision)
     if backend not in ("native", "reference"):
         raise UsageError(f"backend must be native or reference, got {backend!r}")

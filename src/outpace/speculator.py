@@ -20,6 +20,7 @@ from .backends.reference import ReferenceBackend
 from .cache import CacheOption
 from .config import ModelConfig
 from .models.mtp import MtpHead
+from .models.quantise import Precision
 from .sampling import Noise, Sampler, Stream, distribution, fresh_seed
 from .slots import common_prefix
 from .types import F32, F64, CapacityError, Device, Distribution, Draft, SampleOpts, UsageError
@@ -85,7 +86,7 @@ class Qwen3Generator:
         weights: WeightMap,
         device: Device = Device.CPU,
         *,
-        precision: Literal["int8", "f32"] = "f32",
+        precision: Precision = "f32",
         backend: Literal["native", "reference"] = "native",
         kv_cache: CacheOption = "auto",
     ) -> Qwen3Generator:

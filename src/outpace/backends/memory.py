@@ -13,6 +13,7 @@ from pathlib import Path
 from ..cache import CacheKind, CacheOption, cache_kind
 from ..config import ModelConfig
 from ..models.names import EMBEDDING, HEAD, expected_tensors, is_matrix
+from ..models.quantise import held_kind
 from ..types import CapacityError, size
 from ..weights.weight_map import WeightMap
 from .cgroups import OF, ROOT, control_groups
@@ -21,15 +22,18 @@ OUTS, GROUP, BLOCK = 16, 32, 64  # outputs of a block, weights of a group, posit
 ROWS = 512  # of a pass over a long prompt
 CHUNK, PARTIALS = 256, 1 << 22  # positions of a partial result of attention, and numbers of these kept at once
 LEAST_CONTEXT = 2048  # tokens of cache that must fit, when nothing is said about the context
-_FOUR_BITS = ("Q4_0", "Q4_1", "Q4_K")
-_OFFSETS = ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
-_WIDE_SCALES = ("Q4_K", "Q5_K")  # products of two numbers, which no float16 holds
+_FOUR_BITS = ("Q4_0", "Q4_1")
+_OFFSETS = ("Q4_1", "Q5_1")
+_WIDE_SCALES = ("IQ4_XS",)  # products of two numbers, which no float16 holds
+_FLOAT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+_SUPER_BITS = {"Q3_K": 4, "Q4_K": 4, "Q5_K": 5, "Q6_K": 6}
+_MINIMA = ("Q4_K", "Q5_K")
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes. precision: "int8" or "f32". kv_cache: "f32", "f16" or "q8". cache: of one sequence of `context` tokens.
-    activations: roughly."""
+    """Bytes. precision: "int8", "bf16" or "f32". kv_cache: "f32", "f16" or "q8". cache: of one sequence of `context`
+    tokens. activations: roughly."""
 
     precision: str
     kv_cache: str
@@ -67,10 +71,9 @@ def _estimate(
     for name, shape in expected_tensors(config).items():
         if len(shape) == 1:
             held += 4 * shape[0]
-        elif precision == "f32" or not is_matrix(name, shape):
-            held += 4 * _ceil(shape[0], OUTS) * shape[1]
         else:
-            held += _group_bytes(kinds.get(name, "F32"), *shape)
+            kind = held_kind(kinds.get(name, "F32"), precision if is_matrix(name, shape) else "f32")
+            held += _block_bytes(kind, shape[1]) * _ceil(shape[0], OUTS) // OUTS
     context = config.max_position_embeddings if context is None else context
     per_token = config.num_hidden_layers * config.num_key_value_heads * _cached_bytes(config.head_dim, kv_cache)
     cache = per_token * _ceil(context, BLOCK)
@@ -85,12 +88,17 @@ def _cached_bytes(head_dim: int, kv_cache: CacheKind) -> int:
     return (2 if kv_cache == "f16" else 4) * (head_dim + padded)
 
 
-def _group_bytes(kind: str, out: int, width: int) -> int:
-    """A matrix in groups: blocks of 16 outputs, each with its scales, offsets and weights."""
+def _block_bytes(kind: str, width: int) -> int:
+    """A block of 16 outputs: weights, and the scales, offsets, factors and minima of a kind in groups."""
+    if kind in _FLOAT_BYTES:
+        return _FLOAT_BYTES[kind] * OUTS * width
     groups = _ceil(width, GROUP) // GROUP
+    weights = groups * GROUP * OUTS // 8  # at one bit
+    if kind in _SUPER_BITS:
+        factors = _ceil(groups // 8 * OUTS * 2, 64) * (2 if kind in _MINIMA else 1)
+        return factors + groups * 2 * OUTS + weights * _SUPER_BITS[kind]
     scales = _ceil(groups * OUTS * (4 if kind in _WIDE_SCALES else 2), 64) * (2 if kind in _OFFSETS else 1)
-    bits = 4 if kind in _FOUR_BITS else 8
-    return (scales + groups * GROUP * OUTS * bits // 8) * (_ceil(out, OUTS) // OUTS)
+    return scales + weights * (4 if kind in _FOUR_BITS else 8)
 
 
 def _activations(config: ModelConfig, context: int) -> int:

@@ -14,6 +14,7 @@ from .terminal import note, show
 
 if TYPE_CHECKING:
     from ..backends.native import NativeBackend
+    from ..models.quantise import Precision
 
 MARGIN = 1024  # tokens beyond the longest context: room for prompts and rows
 
@@ -28,6 +29,10 @@ def kernels(
         typer.Option(help="In place of a model: qwen3-0.6b, qwen3-1.7b, qwen3-4b or smollm2-135m, random weights."),
     ] = None,
     bits: Annotated[int | None, typer.Option(help="Of the random weights: 8 or 4.", show_default="8")] = None,
+    kind: Annotated[
+        str | None,
+        typer.Option(help="Of the random weights, in place of --bits: q8_0, q4_0, q4_1, q3_k ... q6_k, f16 or bf16."),
+    ] = None,
     context: Annotated[
         list[int] | None,
         typer.Option(
@@ -47,15 +52,17 @@ def kernels(
 
     if shape is not None and model is not None:
         raise UsageError("name a model or a --shape, not both")
-    if bits is not None and shape is None:
-        raise UsageError("--bits goes with --shape: a model has the bits of its file")
+    if (bits, kind) != (None, None) and shape is None:
+        raise UsageError("--bits and --kind go with --shape: a model has the kinds of its file")
+    if bits is not None and kind is not None:
+        raise UsageError("give --bits or --kind, not both")
     if not 0 < seconds <= 3600:
         raise UsageError(f"--seconds must be above 0 and at most 3600, got {seconds:g}")
     contexts = CONTEXTS if context is None else tuple(context)
     if any(n < 0 for n in contexts):
         raise UsageError("--context cannot be negative")
     quiet = as_json or not sys.stderr.isatty()
-    label, target = open_target(model, shape, bits or 8, contexts, threads, kv_cache, quiet=quiet)
+    label, target = open_target(model, shape, kind or bits or 8, contexts, threads, kv_cache, quiet=quiet)
 
     def progress(text: str) -> None:
         if not quiet:
@@ -72,7 +79,7 @@ def kernels(
 def open_target(
     model: str | None,
     shape: str | None,
-    bits: int,
+    kind: str | int,
     contexts: tuple[int, ...],
     threads: int | None,
     kv_cache: str,
@@ -89,15 +96,18 @@ def open_target(
         config = shapes.shape(shape)
         positions = max(config.max_position_embeddings, max(contexts, default=0) + MARGIN)
         config = replace(config, max_position_embeddings=positions)
-        label, weights = f"{shape}, {bits} bits, random weights", shapes.random_weights(config, bits)
+        label = f"{shape}, {f'{kind} bits' if isinstance(kind, int) else kind.lower()}, random weights"
+        weights = shapes.random_weights(config, kind)
+        precision: Precision = "bf16" if isinstance(kind, str) and kind.lower() in ("f16", "bf16") else "int8"
     else:
         label = model or DEFAULT_MODEL
         loaded = load_model(hub.resolve(label, progress=not quiet))
-        config, weights = loaded.config, loaded.weights
+        config, weights, precision = loaded.config, loaded.weights, "int8"
     positions = min(config.max_position_embeddings, max(contexts, default=0) + MARGIN)
     return label, NativeBackend(
         config,
         weights,
+        precision=precision,
         slots=len(contexts) + 2,
         positions=positions,
         threads=threads,

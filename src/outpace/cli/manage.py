@@ -64,7 +64,7 @@ def rm(name: Annotated[str, typer.Argument(help="The name that `outpace models` 
 def info(
     model: Annotated[str, typer.Argument(help="A name, a folder or a .gguf file.")],
     *,
-    precision: Annotated[str, typer.Option(help="Tell the memory for this arithmetic: int8 or f32.")] = "int8",
+    precision: Annotated[str, typer.Option(help="Tell the memory for this arithmetic: int8, bf16 or f32.")] = "int8",
     context: Annotated[int | None, typer.Option(help="... and for this many tokens, prompt and answer.")] = None,
     kv_cache: Annotated[str, typer.Option(help="... held as auto, f32, f16 or q8.")] = "auto",
     as_json: AsJson = False,
@@ -72,10 +72,10 @@ def info(
     """Shows what a model is: architecture, parameters, kinds of tensors, sizes, and what memory it needs."""
     from .. import hub
     from ..models.loading import load_model
+    from ..models.quantise import check_precision
     from ..types import UsageError, size
 
-    if precision not in ("int8", "f32"):
-        raise UsageError(f"precision must be int8 or f32, got {precision!r}")
+    check_precision(precision)
     loaded = load_model(hub.resolve(model, download=False))
     if context is not None and not 1 <= context <= loaded.config.max_position_embeddings:
         raise UsageError(f"context must be in 1 .. {loaded.config.max_position_embeddings}, got {context}")

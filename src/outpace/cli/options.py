@@ -76,7 +76,7 @@ class Model:
     draft_model: Annotated[str | None, _model("A small model with the same vocabulary that guesses ahead.")] = None
     draft_tokens: Annotated[int | None, _model("Guess always this many tokens (0 to 15).", metavar="K")] = None
     no_speculation: Annotated[bool, _model("Plain decoding: the same tokens, one a pass.", "--no-speculation")] = False
-    precision: Annotated[str, _model("Arithmetic: int8 or f32.")] = "int8"
+    precision: Annotated[str, _model("Arithmetic: int8, bf16 (weights of 2 bytes) or f32.")] = "int8"
     context: Annotated[int | None, _model("Tokens that prompt and answer may have; saves memory.")] = None
     kv_cache: Annotated[
         str, _model("How past keys and values are held: auto, f32, f16 or q8 (least memory, long contexts faster).")
