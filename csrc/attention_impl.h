@@ -37,10 +37,6 @@ template <CacheKind KIND> OUTPACE_INLINE Floats load_cached(const uint8_t* from)
 
 constexpr int size_of(CacheKind kind) { return kind == CacheKind::f32 ? 4 : kind == CacheKind::f16 ? 2 : 1; }
 
-template <int BYTES> OUTPACE_INLINE void prefetch(const uint8_t* at) {
-    unroll<(BYTES + 63) / 64>([&](auto j) __attribute__((always_inline)) { __builtin_prefetch(at + 64 * j); });
-}
-
 // Calls body(Index<n>), n from 1 to N.
 template <int N, class Body> OUTPACE_INLINE void with_count(int n, const Body& body) {
     if constexpr (N > 1) {
@@ -113,7 +109,7 @@ void scores_q8(const HeadLayout& at, const uint8_t* head, int position, const Qu
             const Floats scale = load(scales + v * LANES);
             unroll<N>([&](auto n) __attribute__((always_inline)) {
                 const Floats d = fill(queries[n].fields[g * Panels::FIELDS + Panels::D]);
-                sums[n][v] = fma(d, scale * to_float(dots[n][v]), sums[n][v]);
+                sums[n][v] = fma(d, scale * counted(dots[n][v]), sums[n][v]);
             });
         });
     }
@@ -385,7 +381,7 @@ void keep(const HeadLayout& at, uint8_t* head, int place, const float* key, cons
             float* to = reinterpret_cast<float*>(head + offset) + place;
             for (int g = 0; g < at.groups; ++g) to[g * BLOCK] = fields[g * Panels::FIELDS + Panels::D];
         };
-        quantise(key, at.head_dim, one, 0);
+        quantise(key, at.head_dim, one, 0, 0, at.groups);
         const uint32_t flip = at.unsigned_bytes ? 0x80808080 : 0;
         for (int d = 0; d < at.padded; d += 4) {
             uint32_t four;
@@ -394,7 +390,7 @@ void keep(const HeadLayout& at, uint8_t* head, int place, const float* key, cons
             std::memcpy(head + d * BLOCK + 4 * place, &four, 4);
         }
         scales(at.key_scales);
-        quantise(value, at.head_dim, one, 0);
+        quantise(value, at.head_dim, one, 0, 0, at.groups);
         std::memcpy(head + at.values + static_cast<size_t>(place) * at.padded, q, at.padded);
         scales(at.value_scales);
     }

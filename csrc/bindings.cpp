@@ -126,7 +126,7 @@ nb::object product_int8(const Kernels& kernels, const Array<const float, 2>& x, 
     std::vector<float> meta(static_cast<size_t>(rows) * w.groups * Panels::FIELDS);
     p.q = bytes.data();
     p.meta = meta.data();
-    for (int r = 0; r < rows; ++r) kernels.quantise(x.data() + static_cast<size_t>(r) * w.in, w.in, p, r);
+    for (int r = 0; r < rows; ++r) kernels.quantise(x.data() + static_cast<size_t>(r) * w.in, w.in, p, r, 0, p.groups);
     return product(rows, w.out, w.blocks, threads,
                    [&](int first, int last, float* y) { kernels.matmul_int8(w, p, first, last, y, w.out); });
 }

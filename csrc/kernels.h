@@ -17,8 +17,9 @@ namespace outpace {
 // Activation rows rounded to 8 bits in groups of 32: d = max|x| / 127, q = round-half-even(x * (127 / max|x|)).
 // Rows lie in panels of `tile` rows, the number that a matrix product takes at once; within a panel group by group.
 struct Panels {
-    // Fields of a group, each one value a row: d and the sum of q as floats, then base * (sum of q) for each base, and
-    // for base -32 those of the first 16 and of the last 16 inputs.
+    // Fields of a group, each one value a row: d and the sum of q as floats, then what an integer sum of products begins
+    // at: base * (sum of q) for each base, and for base -32 those of the first 16 and of the last 16 inputs, each plus
+    // the bits of the float 1.5 * 2^23, so that the sum's bits are those of 1.5 * 2^23 + sum.
     enum Field { D, SUM, START_0, START_8, START_128, FIRST_32, LAST_32, FIELDS };
 
     int8_t* q = nullptr;
@@ -98,8 +99,10 @@ struct Kernels {
     // Weights in f32, f16 or bf16.
     void (*matmul_f32)(const Matrix& w, const float* x, size_t x_stride, int rows, int first, int last, float* y,
                        size_t y_stride);
-    void (*quantise)(const float* x, int n, const Panels& to, int row);
-    void (*rms_norm)(const float* x, const float* weight, int n, float eps, float* y);
+    // Groups first .. last of a row; x: [n], the whole row.
+    void (*quantise)(const float* x, int n, const Panels& to, int row, int first, int last);
+    float (*rms_scale)(const float* x, int n, float eps);  // 1 / sqrt(mean of squares + eps)
+    void (*normalise)(const float* x, const float* weight, float scale, int n, float* y);  // y = x * scale * weight
     void (*rotate)(float* x, const float* cos, const float* sin, int half);  // x: [2 * half], pairs (i, i + half)
     void (*scale)(float* x, float by, int n);
     void (*add)(float* x, const float* y, int n);                      // x += y

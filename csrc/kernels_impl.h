@@ -22,13 +22,14 @@ constexpr int TILE = 2, TILE_F32 = 2;
 
 constexpr int PREFETCH = 4096;  // bytes ahead: what a core reads while memory answers, twice
 
-template <bool HALF> OUTPACE_INLINE Floats load_scale(const uint8_t* scales, size_t group) {
-    if constexpr (HALF) {
-        return load_half(scales + group * 32);
-    } else {
-        return load(reinterpret_cast<const float*>(scales) + group * 16);
-    }
+template <bool HALF> OUTPACE_INLINE Floats load_scale(const uint8_t* from) {
+    return HALF ? load_half(from) : load(reinterpret_cast<const float*>(from));
 }
+
+// The sum of products in an accumulator that began at one of the START fields: its bits are those of ROUND + sum. Where
+// scale * ROUND needs no rounding, as with a float16 or a small whole number, scale * sum is one operation:
+// fma(scale, from_bits(accumulator), -scale * ROUND), with the same bits as scale * counted(accumulator).
+OUTPACE_INLINE Floats counted(const Ints& accumulator) { return from_bits(accumulator) - fill(ROUND); }
 
 // ------------------------------------------------------------------------------------------------ matrix products
 
@@ -76,49 +77,42 @@ template <Matrix::Kind K> OUTPACE_INLINE void unpack(const uint8_t* w, Bytes (&w
     }
 }
 
-template <int LINES> OUTPACE_INLINE void prefetch(const uint8_t* at) {
-    unroll<LINES>([&](auto j) __attribute__((always_inline)) { __builtin_prefetch(at + 64 * j); });
+template <int BYTES> OUTPACE_INLINE void prefetch(const uint8_t* at) {
+    unroll<(BYTES + 63) / 64>([&](auto j) __attribute__((always_inline)) { __builtin_prefetch(at + 64 * j); });
 }
 
 // 16 outputs of R rows: y = sum over groups, in order, of d * (scale * (sum of w * x) + offset * (sum of x)).
 template <int R, Matrix::Kind K, bool OFFSET, bool HALF>
 void tile_int8(const Matrix& m, const uint8_t* block, const int8_t* x, const float* meta, int start_field, float* y,
                size_t y_stride, int outs) {
+    constexpr int SCALE = HALF ? 32 : 64, BYTES = Matrix::group_bytes(K), PAIR = SCALE * (OFFSET ? 4 : 2) + 2 * BYTES;
     Floats sums[R];
     unroll<R>([&](auto r) __attribute__((always_inline)) { sums[r] = fill(0.0f); });
-    const uint8_t* scales = block;
-    const uint8_t* offsets = scales + m.scale_bytes();
-    const uint8_t* w = block + m.scale_bytes() * (OFFSET ? 2 : 1);
-    // The block is read front to back at two or three places at once; what comes next is asked for at an even pace.
-    constexpr int BYTES = Matrix::group_bytes(K), PACE = BYTES + (HALF ? 32 : 64) * (OFFSET ? 2 : 1);
-    const uint8_t* ahead = block + PREFETCH;
-    for (int g = 0; g < m.groups; ++g) {
-        prefetch<(PACE + 63) / 64>(ahead);
-        ahead += PACE;
+    const auto group = [&](const uint8_t* factors, const uint8_t* w) __attribute__((always_inline)) {
+        prefetch<PAIR / 2>(w + PREFETCH);
         Bytes weights[8];
         unpack<K>(w, weights);
-        w += BYTES;
-        const Floats scale = load_scale<HALF>(scales, g);
-        const Floats lift = scale * fill(-ROUND);
+        const Floats scale = load_scale<HALF>(factors), lift = scale * fill(-ROUND);
         Floats offset;
-        if constexpr (OFFSET) offset = load_scale<HALF>(offsets, g);
+        if constexpr (OFFSET) offset = load_scale<HALF>(factors + 2 * SCALE);
         unroll<R>([&](auto r) __attribute__((always_inline)) {
             int32_t start;
             std::memcpy(&start, meta + start_field * R + r, 4);
             Ints dot = fill(start);
             unroll<8>([&](auto j) __attribute__((always_inline)) { dot = dot4(dot, weights[j], x + r * 32 + j * 4); });
-            Floats part;
-            if constexpr (HALF) {
-                part = fma(scale, from_bits(dot), lift);
-            } else {
-                part = scale * to_float(dot - bits(fill(ROUND)));
-            }
+            Floats part = HALF ? fma(scale, from_bits(dot), lift) : scale * counted(dot);
             if constexpr (OFFSET) part = fma(offset, fill(meta[Panels::SUM * R + r]), part);
             sums[r] = fma(fill(meta[Panels::D * R + r]), part, sums[r]);
         });
         x += R * GROUP;
         meta += R * Panels::FIELDS;
+    };
+    int g = 0;
+    for (; g + 1 < m.groups; g += 2, block += PAIR) {
+        group(block, block + PAIR - 2 * BYTES);
+        group(block + SCALE, block + PAIR - BYTES);
     }
+    if (g < m.groups) group(block, block + PAIR - 2 * BYTES);
     unroll<R>([&](auto r) __attribute__((always_inline)) { store_some(y + r * y_stride, sums[r], outs); });
 }
 
@@ -138,15 +132,16 @@ void tile_super(const Matrix& m, const uint8_t* block, const int8_t* x, const fl
         const Floats d = load_half(factors + s * 32);
         Floats dmin;
         if constexpr (!Matrix::halves(K)) dmin = fill(0.0f) - load_half(min_factors + s * 32);
-        prefetch<4>(scales + 2 * STEP);
+        prefetch<256>(scales + 2 * STEP);
         const uint8_t* w = scales + 256;
         for (int g = 0; g < 8; ++g) {
-            prefetch<BYTES / 64>(w + 2 * STEP);
+            prefetch<BYTES>(w + 2 * STEP);
             Bytes weights[8];
             unpack<K>(w, weights);
             w += BYTES;
             if constexpr (Matrix::halves(K)) {
                 const Floats first = load_int8(scales + 32 * g), last = load_int8(scales + 32 * g + 16);
+                const Floats lift = first * fill(-ROUND);
                 unroll<R>([&](auto r) __attribute__((always_inline)) {
                     int32_t starts[2];
                     std::memcpy(starts, meta + Panels::FIRST_32 * R + r, 4);
@@ -156,17 +151,18 @@ void tile_super(const Matrix& m, const uint8_t* block, const int8_t* x, const fl
                         dot_first = dot4(dot_first, weights[j], x + r * 32 + j * 4);
                         dot_last = dot4(dot_last, weights[j + 4], x + r * 32 + 16 + j * 4);
                     });
-                    const Floats whole = fma(last, to_float(dot_last), first * to_float(dot_first));
+                    const Floats whole = fma(last, counted(dot_last), fma(first, from_bits(dot_first), lift));
                     sums[r] = fma(fill(meta[Panels::D * R + r]), d * whole, sums[r]);
                 });
             } else {
                 const Floats scale = d * load_int8(scales + 16 * g), offset = dmin * load_int8(scales + 128 + 16 * g);
+                const Floats lift = scale * fill(-ROUND);
                 unroll<R>([&](auto r) __attribute__((always_inline)) {
-                    Ints dot = fill(int32_t(0));
+                    Ints dot = bits(fill(ROUND));
                     unroll<8>([&](auto j) __attribute__((always_inline)) {
                         dot = dot4(dot, weights[j], x + r * 32 + j * 4);
                     });
-                    const Floats part = fma(offset, fill(meta[Panels::SUM * R + r]), scale * to_float(dot));
+                    const Floats part = fma(offset, fill(meta[Panels::SUM * R + r]), fma(scale, from_bits(dot), lift));
                     sums[r] = fma(fill(meta[Panels::D * R + r]), part, sums[r]);
                 });
             }
@@ -298,11 +294,14 @@ void matmul_f32(const Matrix& w, const float* x, size_t x_stride, int rows, int 
     multiply(w, x, x_stride, rows, first, last, y, y_stride);
 }
 
-void quantise(const float* x, int n, const Panels& to, int row) {
+void quantise(const float* x, int n, const Panels& to, int row, int from, int end) {
     const int rows = to.in_panel(row);
-    int8_t* q = to.q + to.q_at(row);
-    float* meta = to.meta + to.meta_at(row);
-    for (int g = 0; g < to.groups; ++g) {
+    int8_t* q = to.q + to.q_at(row) + static_cast<size_t>(from) * rows * GROUP;
+    float* meta = to.meta + to.meta_at(row) + static_cast<size_t>(from) * rows * Panels::FIELDS;
+    const float round_up = ROUND;
+    int32_t round;
+    std::memcpy(&round, &round_up, 4);
+    for (int g = from; g < end; ++g) {
         const int left = n - g * GROUP;
         const Floats a = load_some(x + g * GROUP, left), b = left > 16 ? load_some(x + g * GROUP + 16, left - 16)
                                                                        : fill(0.0f);
@@ -314,16 +313,12 @@ void quantise(const float* x, int n, const Panels& to, int row) {
         const Floats inverse = fill(top == 0 ? 0.0f : 127.0f / amax);
         const Ints zero = bits(fill(ROUND));
         const Ints qa = bits(a * inverse + fill(ROUND)) - zero, qb = bits(b * inverse + fill(ROUND)) - zero;
-        int32_t whole[GROUP];
-        std::memcpy(whole, &qa, 64);
-        std::memcpy(whole + 16, &qb, 64);
-        int32_t totals[2] = {0, 0};
-        for (int i = 0; i < GROUP; ++i) {
-            q[i] = static_cast<int8_t>(whole[i]);
-            totals[i / 16] += q[i];
-        }
-        const int32_t total = totals[0] + totals[1];
-        const int32_t starts[5] = {0, -8 * total, -128 * total, -32 * totals[0], -32 * totals[1]};
+        store_int8(q, qa);
+        store_int8(q + 16, qb);
+        // Both sums at once, in the halves of 32 bits: neither leaves its 16.
+        const int32_t both = sum(qa + shift_left(qb, 16));
+        const int32_t first = static_cast<int16_t>(both), last = (both - first) >> 16, total = first + last;
+        const int32_t starts[5] = {round, round - 8 * total, round - 128 * total, round - 32 * first, round - 32 * last};
         meta[Panels::D * rows] = amax / 127.0f;
         meta[Panels::SUM * rows] = static_cast<float>(total);
         for (int i = 0; i < 5; ++i) std::memcpy(meta + (Panels::START_0 + i) * rows, starts + i, 4);
@@ -334,15 +329,18 @@ void quantise(const float* x, int n, const Panels& to, int row) {
 
 // ------------------------------------------------------------------------------------------------ element by element
 
-void rms_norm(const float* x, const float* weight, int n, float eps, float* y) {
+float rms_scale(const float* x, int n, float eps) {
     Floats squares = fill(0.0f);
     for (int i = 0; i < n; i += LANES) {
         const Floats v = load_some(x + i, n - i);
         squares = fma(v, v, squares);
     }
-    const Floats scale = fill(1.0f / __builtin_sqrtf(sum(squares) / static_cast<float>(n) + eps));
+    return 1.0f / __builtin_sqrtf(sum(squares) / static_cast<float>(n) + eps);
+}
+
+void normalise(const float* x, const float* weight, float scale, int n, float* y) {
     for (int i = 0; i < n; i += LANES) {
-        store_some(y + i, load_some(x + i, n - i) * scale * load_some(weight + i, n - i), n - i);
+        store_some(y + i, load_some(x + i, n - i) * fill(scale) * load_some(weight + i, n - i), n - i);
     }
 }
 
@@ -387,7 +385,7 @@ namespace outpace {
 namespace {
 
 constexpr Kernels family(const char* name, bool unsigned_bytes) {
-    return {name,   unsigned_bytes, TILE, matmul_int8, matmul_f32, quantise, rms_norm, rotate,
+    return {name,   unsigned_bytes, TILE, matmul_int8, matmul_f32, quantise, rms_scale, normalise, rotate,
             scale,  add,            add_scaled, silu_mul, keep, attend, join, top, at_least, weight_sum, racers};
 }
 

@@ -38,7 +38,8 @@ bool exact_half(float value, uint16_t* bits) {
 size_t block_bytes(const Matrix& m) {
     if (m.floats()) return static_cast<size_t>(m.in) * OUTS * Matrix::float_bytes(m.kind);
     if (m.super()) return m.supers_at() + Matrix::super_bytes(m.kind) * (static_cast<size_t>(m.in) / SUPER);
-    return m.weights_at() + m.weight_bytes();
+    const size_t groups = static_cast<size_t>(m.groups);
+    return (groups + 1) / 2 * m.head_bytes() + groups * Matrix::group_bytes(m.kind);
 }
 
 // A matrix of a kind that needs no more than its shape, without data.
@@ -114,39 +115,40 @@ Matrix pack_int8(Arena& arena, const int8_t* q, const float* scale, const float*
     uint8_t* data = arena.take(m.block_bytes * m.blocks);
     m.data = data;
 
-    const auto put_scale = [&](uint8_t* to, int g, int lane, float value) {
-        const size_t at = static_cast<size_t>(g) * OUTS + lane;
+    const auto put_scale = [&](uint8_t* to, int lane, float value) {
         if (m.half) {
             uint16_t bits = 0;
             exact_half(value, &bits);
-            std::memcpy(to + 2 * at, &bits, 2);
+            std::memcpy(to + 2 * lane, &bits, 2);
         } else {
-            std::memcpy(to + 4 * at, &value, 4);
+            std::memcpy(to + 4 * lane, &value, 4);
         }
     };
     const bool nibbles = m.kind == Matrix::Kind::int4;
     for (int b = 0; b < m.blocks; ++b) {
         uint8_t* block = data + m.block_bytes * b;
         // Outputs and inputs beyond the matrix: weight 0 (the byte -base), scale 0.
-        std::memset(block, 0, m.weights_at());
-        uint8_t* weights = block + m.weights_at();
-        std::memset(weights, nibbles ? (m.base ? 0x88 : 0) : -m.base, m.weight_bytes());
+        std::memset(block, 0, m.block_bytes);
+        for (int g = 0; g < m.groups; ++g) {
+            std::memset(block + m.weights_at(g), nibbles ? (m.base ? 0x88 : 0) : -m.base, Matrix::group_bytes(m.kind));
+        }
         for (int lane = 0; lane < OUTS && b * OUTS + lane < out; ++lane) {
             const size_t o = static_cast<size_t>(b) * OUTS + lane;
             for (int g = 0; g < m.groups; ++g) {
                 const int8_t* from = q + o * width + static_cast<size_t>(g) * GROUP;
+                uint8_t* weights = block + m.weights_at(g);
                 for (int i = 0; i < GROUP; ++i) {
                     const uint8_t byte = static_cast<uint8_t>(from[i] - m.base);
                     const int step = i / 4, at = lane * 4 + i % 4;
                     if (!nibbles) {
-                        weights[static_cast<size_t>(g) * 512 + step * 64 + at] = byte;
+                        weights[step * 64 + at] = byte;
                     } else {
-                        uint8_t& pair = weights[static_cast<size_t>(g) * 256 + step % 4 * 64 + at];
+                        uint8_t& pair = weights[step % 4 * 64 + at];
                         pair = static_cast<uint8_t>(step < 4 ? (pair & 0xf0) | byte : (pair & 0x0f) | byte << 4);
                     }
                 }
-                put_scale(block, g, lane, scale[o * m.groups + g]);
-                if (offset) put_scale(block + m.scale_bytes(), g, lane, offset[o * m.groups + g]);
+                put_scale(block + m.scale_at(g), lane, scale[o * m.groups + g]);
+                if (offset) put_scale(block + m.offset_at(g), lane, offset[o * m.groups + g]);
             }
         }
     }
@@ -280,30 +282,25 @@ void Matrix::row(int o, float* to) const {
         }
         return;
     }
-    const auto get_scale = [&](const uint8_t* from, int g) {
-        const size_t at = static_cast<size_t>(g) * OUTS + lane;
-        if (half) {
-            uint16_t bits;
-            std::memcpy(&bits, from + 2 * at, 2);
-            return half_to_float(bits);
-        }
+    const auto get_scale = [&](const uint8_t* from) {
+        if (half) return half_to_float(half_at(from, 0));
         float value;
-        std::memcpy(&value, from + 4 * at, 4);
+        std::memcpy(&value, from + 4 * lane, 4);
         return value;
     };
-    const uint8_t* weights = block + weights_at();
     for (int g = 0; g < groups; ++g) {
-        const float s = get_scale(block, g);
-        const float z = offset ? get_scale(block + scale_bytes(), g) : 0.0f;
+        const uint8_t* weights = block + weights_at(g);
+        const float s = get_scale(block + scale_at(g));
+        const float z = offset ? get_scale(block + offset_at(g)) : 0.0f;
         for (int i = 0; i < GROUP && g * GROUP + i < in; ++i) {
             const int step = i / 4, at = lane * 4 + i % 4;
             int byte;
             if (kind == Kind::int8) {
                 // Without the shift of base -128 the byte is signed.
-                const uint8_t raw = weights[static_cast<size_t>(g) * 512 + step * 64 + at];
+                const uint8_t raw = weights[step * 64 + at];
                 byte = base ? raw : static_cast<int8_t>(raw);
             } else {
-                const uint8_t pair = weights[static_cast<size_t>(g) * 256 + step % 4 * 64 + at];
+                const uint8_t pair = weights[step % 4 * 64 + at];
                 byte = step < 4 ? pair & 15 : pair >> 4;
             }
             const float w = s * static_cast<float>(byte + base);

@@ -1,8 +1,8 @@
 // A weight matrix as the kernels read it, and the way there.
 //
 // Blocks of 16 outputs follow each other; a block holds everything that its 16 results need, in reading order.
-// int8 and int4 blocks: the scales of group 0, 1, ... (32 inputs each), then all offsets, each 16 floats or halves a
-// group, then all weights. A group's weights lie as 8 steps of 16 outputs x 4 inputs (64 bytes: one register that
+// int8 and int4 blocks: groups of 32 inputs in pairs, so that a block is read strictly front to back: the scales of both,
+// then their offsets, each 16 floats or halves a group, then their weights. A group's weights lie as 8 steps of 16 outputs x 4 inputs (64 bytes: one register that
 // multiplies with 4 broadcast activations); int4 keeps steps j and j + 4 in the low and high nibbles of one register.
 // Blocks of a k-kind (ggml's k-quants): float16 factors d of all super-blocks (256 inputs each), 16 a super-block, then
 // of q4_k and q5_k the factors dmin; then super-block by super-block 256 bytes of scales (q4_k, q5_k: 16 of each group,
@@ -55,9 +55,13 @@ struct Matrix {
     size_t block_bytes = 0;
     const uint8_t* data = nullptr;
 
-    OUTPACE_INLINE static constexpr bool floats(Kind kind) { return kind == Kind::f32 || kind == Kind::f16 || kind == Kind::bf16; }
+    OUTPACE_INLINE static constexpr bool floats(Kind kind) {
+        return kind == Kind::f32 || kind == Kind::f16 || kind == Kind::bf16;
+    }
     OUTPACE_INLINE static constexpr bool super(Kind kind) { return kind >= Kind::q3_k; }
-    OUTPACE_INLINE static constexpr bool halves(Kind kind) { return kind == Kind::q3_k || kind == Kind::q6_k; }  // 16 inputs a scale
+    OUTPACE_INLINE static constexpr bool halves(Kind kind) {  // 16 inputs a scale
+        return kind == Kind::q3_k || kind == Kind::q6_k;
+    }
     OUTPACE_INLINE static constexpr size_t float_bytes(Kind kind) { return kind == Kind::f32 ? 4 : 2; }
     OUTPACE_INLINE static constexpr size_t group_bytes(Kind kind) {  // the weights of a group, 16 outputs
         return kind == Kind::int8 ? 512 : kind == Kind::q5_k ? 320 : kind == Kind::q6_k ? 384 : 256;
@@ -69,11 +73,15 @@ struct Matrix {
     // One kind of factors of a block.
     OUTPACE_INLINE size_t factor_bytes() const { return (static_cast<size_t>(groups) / 8 * 32 + 63) / 64 * 64; }
     OUTPACE_INLINE size_t supers_at() const { return factor_bytes() * (halves(kind) ? 1 : 2); }
-    OUTPACE_INLINE size_t weight_bytes() const { return static_cast<size_t>(groups) * group_bytes(kind); }
-    OUTPACE_INLINE size_t scale_bytes() const { return (static_cast<size_t>(groups) * (half ? 32 : 64) + 63) / 64 * 64; }
 
     size_t bytes() const { return block_bytes * blocks; }
-    size_t weights_at() const { return scale_bytes() * (offset ? 2 : 1); }
+    // Where an int8 or int4 block has what belongs to a group.
+    size_t scale_bytes() const { return half ? 32 : 64; }
+    size_t head_bytes() const { return scale_bytes() * (offset ? 4 : 2); }  // of a pair, before its weights
+    size_t pair_at(int g) const { return static_cast<size_t>(g / 2) * (head_bytes() + 2 * group_bytes(kind)); }
+    size_t scale_at(int g) const { return pair_at(g) + g % 2 * scale_bytes(); }
+    size_t offset_at(int g) const { return scale_at(g) + 2 * scale_bytes(); }
+    size_t weights_at(int g) const { return pair_at(g) + head_bytes() + g % 2 * group_bytes(kind); }
 
     // One output's weights as floats, float32 [in]: the embedding look-up.
     void row(int o, float* to) const;
@@ -100,7 +108,7 @@ struct Supers {
 Matrix pack_super(Arena& arena, const Supers& from, Matrix::Kind kind, int out, int in);
 
 // The version of these layouts, for files that keep packed matrices. Whoever changes a layout raises it.
-constexpr int LAYOUT = 2;
+constexpr int LAYOUT = 3;
 
 // A matrix whose packed bytes are there already, such as in a mapped file; they must stay as long as it is used. `like`
 // names kind, out, in, half, offset and base as they were when the bytes were packed; the rest follows from them.

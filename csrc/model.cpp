@@ -8,6 +8,7 @@
 namespace outpace {
 namespace {
 
+constexpr int TINY_PANEL = 128;  // groups of activations that one thread rounds by itself
 constexpr int HEAD_TILE = 8;                 // heads that an attention task takes through the cache together
 constexpr size_t PARTIALS = size_t(4) << 20; // numbers: partial results of attention that are kept at once
 constexpr size_t SMALL_TASK = 1 << 15;       // queries x positions x dimensions: about a microsecond
@@ -367,23 +368,45 @@ Panels Model::panels(int rows, int width, std::vector<int8_t>& q, std::vector<fl
 Model::Input Model::norm(const float* x, const float* weight, int rows) {
     const int n = config_.hidden_size;
     Input input{room(h_, static_cast<size_t>(rows) * n), static_cast<size_t>(n), rows, {}};
-    if (int8_) input.panels = panels(rows, n, bytes_, meta_);
-    pool_.split(rows, 2, [&](int begin, int end) {
-        for (int r = begin; r < end; ++r) {
-            float* h = h_.data() + static_cast<size_t>(r) * n;
-            kernels_.rms_norm(x + static_cast<size_t>(r) * n, weight, n, config_.eps, h);
-            if (int8_) kernels_.quantise(h, n, input.panels, r);
-        }
+    const auto normalise = [&](int r, int from, int to) {
+        const float* row = x + static_cast<size_t>(r) * n;
+        const float scale = kernels_.rms_scale(row, n, config_.eps);
+        kernels_.normalise(row + from, weight + from, scale, to - from, h_.data() + static_cast<size_t>(r) * n + from);
+    };
+    if (!int8_) {
+        pool_.split(rows, 2, [&](int begin, int end) {
+            for (int r = begin; r < end; ++r) normalise(r, 0, n);
+        });
+        return input;
+    }
+    input.panels = panels(rows, n, bytes_, meta_);
+    by_panel(input.panels, [&](int r, int first, int last) {
+        normalise(r, first * GROUP, std::min(last * GROUP, n));
+        kernels_.quantise(h_.data() + static_cast<size_t>(r) * n, n, input.panels, r, first, last);
     });
     return input;
+}
+
+// body(row, first group, last group) for all rows of the panels. A row's values lie between those of its panel's other
+// rows, and threads that write to the same cache lines wait for each other: they get panels, or ranges of groups.
+template <class Body> void Model::by_panel(const Panels& to, const Body& body) {
+    const int tiles = ceil_div(to.rows, to.tile);
+    const bool tiny = to.rows * to.groups < TINY_PANEL;  // not worth waking anybody
+    const int ranges = tiny ? 1 : std::min(to.groups, ceil_div(2 * pool_.threads(), tiles));
+    const auto task = [&](int i) {
+        const int tile = i / ranges, range = i % ranges;
+        const int first = to.groups * range / ranges, last = to.groups * (range + 1) / ranges;
+        for (int r = tile * to.tile; r < std::min(to.rows, (tile + 1) * to.tile); ++r) body(r, first, last);
+    };
+    pool_.run(tiles * ranges, task);
 }
 
 Model::Input Model::quantised(const float* x, size_t stride, int rows, int width) {
     Input input{x, stride, rows, {}};
     if (int8_) {
         input.panels = panels(rows, width, bytes_, meta_);
-        pool_.split(rows, 2, [&](int begin, int end) {
-            for (int r = begin; r < end; ++r) kernels_.quantise(x + r * stride, width, input.panels, r);
+        by_panel(input.panels, [&](int r, int first, int last) {
+            kernels_.quantise(x + r * stride, width, input.panels, r, first, last);
         });
     }
     return input;
@@ -428,21 +451,24 @@ void Model::attention(int i) {
     const bool rounds = cache_.layout().kind == CacheKind::q8;
     Panels queries;
     if (rounds) queries = query_panels();
+    const auto norm_head = [&](float* at, const float* weight) {
+        kernels_.normalise(at, weight, kernels_.rms_scale(at, c.head_dim, c.eps), c.head_dim, at);
+    };
     pool_.split((c.heads + c.kv_heads) * rows, 32, [&](int begin, int end) {
         for (int item = begin; item < end; ++item) {
             const int head = item / rows, r = item % rows;
             const float *cos = cos_.data() + static_cast<size_t>(r) * half, *sin = sin_.data() + static_cast<size_t>(r) * half;
             if (head < c.heads) {
                 float* at = q + r * q_stride + static_cast<size_t>(head) * c.head_dim;
-                if (layer.q_norm) kernels_.rms_norm(at, layer.q_norm, c.head_dim, c.eps, at);
+                if (layer.q_norm) norm_head(at, layer.q_norm);
                 kernels_.rotate(at, cos, sin, half);
                 kernels_.scale(at, shrink, c.head_dim);
-                if (rounds) kernels_.quantise(at, c.head_dim, queries, r * c.heads + head);
+                if (rounds) kernels_.quantise(at, c.head_dim, queries, r * c.heads + head, 0, queries.groups);
                 continue;
             }
             const int kv = head - c.heads;
             float* key = k + r * kv_stride + static_cast<size_t>(kv) * c.head_dim;
-            if (layer.k_norm) kernels_.rms_norm(key, layer.k_norm, c.head_dim, c.eps, key);
+            if (layer.k_norm) norm_head(key, layer.k_norm);
             kernels_.rotate(key, cos, sin, half);
             const Row& row = rows_[r];
             kernels_.keep(cache_.layout(), blocks_[row.share][row.place / BLOCK] + cache_.head_at(i, kv), row.place % BLOCK,
@@ -681,7 +707,7 @@ void Model::routed(const Layer& layer, const Input& input) {
             const Active& a = active[active_of[choice.expert]];
             const float* from = input.x + item / used * input.stride;
             std::memcpy(x + static_cast<size_t>(a.start + choice.place) * hidden, from, hidden * sizeof(float));
-            if (int8_) kernels_.quantise(from, hidden, a.input.panels, choice.place);
+            if (int8_) kernels_.quantise(from, hidden, a.input.panels, choice.place, 0, a.input.panels.groups);
         }
     });
     // Tasks over (expert, block of outputs).
@@ -706,7 +732,8 @@ void Model::routed(const Layer& layer, const Input& input) {
             for (int item = begin; item < end; ++item) {
                 const Choice& choice = choices[item];
                 const Active& a = active[active_of[choice.expert]];
-                kernels_.quantise(gate + (a.start + choice.place) * inner, c.expert_ffn_size, a.hidden.panels, choice.place);
+                kernels_.quantise(gate + (a.start + choice.place) * inner, c.expert_ffn_size, a.hidden.panels,
+                                  choice.place, 0, a.hidden.panels.groups);
             }
         });
     }

@@ -134,6 +134,7 @@ class Model {
     void rotary_tables();
     Panels panels(int rows, int width, std::vector<int8_t>& q, std::vector<float>& meta);
     Panels query_panels();
+    template <class Body> void by_panel(const Panels& to, const Body& body);
     Input norm(const float* x, const float* weight, int rows);
     Input quantised(const float* x, size_t stride, int rows, int width);
     void multiply(const Linear& linear, const Input& input, int first, int last, float* y, size_t stride);

@@ -233,6 +233,11 @@ OUTPACE_INLINE int32_t sum(const Ints& v) {
 #elif defined(__aarch64__)
     const IntPart all = (v.part[0] + v.part[1]) + (v.part[2] + v.part[3]);
     return vaddvq_s32((int32x4_t)all);
+#elif defined(__AVX2__)
+    const __m256i both = (__m256i)(v.part[0] + v.part[1]);
+    __m128i s = _mm_add_epi32(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1));
+    s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(s, _mm_shuffle_epi32(s, 0xb1)));
 #else
     int32_t a[LANES], total = 0;
     std::memcpy(a, &v, sizeof a);
@@ -248,6 +253,11 @@ OUTPACE_INLINE int32_t largest(const Ints& v) {
     const int32x4_t a = vmaxq_s32((int32x4_t)v.part[0], (int32x4_t)v.part[1]);
     const int32x4_t b = vmaxq_s32((int32x4_t)v.part[2], (int32x4_t)v.part[3]);
     return vmaxvq_s32(vmaxq_s32(a, b));
+#elif defined(__AVX2__)
+    const __m256i both = _mm256_max_epi32((__m256i)v.part[0], (__m256i)v.part[1]);
+    __m128i m = _mm_max_epi32(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1));
+    m = _mm_max_epi32(m, _mm_shuffle_epi32(m, 0x4e));
+    return _mm_cvtsi128_si32(_mm_max_epi32(m, _mm_shuffle_epi32(m, 0xb1)));
 #else
     int32_t a[LANES];
     std::memcpy(a, &v, sizeof a);
@@ -414,6 +424,22 @@ OUTPACE_INLINE Floats load_bfloat(const uint8_t* from) {
     std::memcpy(&r, values, sizeof r);
 #endif
     return from_bits(r);
+}
+
+// Whole numbers of -128 .. 127, 16 bytes.
+OUTPACE_INLINE void store_int8(int8_t* to, const Ints& v) {
+#if defined(__AVX512F__)
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8((__m512i)v.part[0]));
+#elif defined(__AVX2__)
+    const auto halves = [](const IntPart& part) __attribute__((always_inline)) {
+        return _mm_packs_epi32(_mm256_castsi256_si128((__m256i)part), _mm256_extracti128_si256((__m256i)part, 1));
+    };
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm_packs_epi16(halves(v.part[0]), halves(v.part[1])));
+#else
+    int32_t a[LANES];
+    std::memcpy(a, &v, sizeof a);
+    for (int i = 0; i < LANES; ++i) to[i] = static_cast<int8_t>(a[i]);
+#endif
 }
 
 // 16 bytes with sign.

@@ -47,7 +47,7 @@ class Comparison {
     void elements() {
         const std::vector<float> x = values(n_), y = values(n_), pairs = values(2 * n_);
         const float by = random_.real();
-        compare("rms_norm", x, [&](const Kernels& k, float* to) { k.rms_norm(x.data(), y.data(), n_, 1e-6f, to); });
+        compare("rms_norm", x, [&](const Kernels& k, float* to) { k.normalise(x.data(), y.data(), k.rms_scale(x.data(), n_, 1e-6f), n_, to); });
         compare("rotate", pairs, [&](const Kernels& k, float* to) { k.rotate(to, x.data(), y.data(), n_); });
         compare("scale", x, [&](const Kernels& k, float* to) { k.scale(to, by, n_); });
         compare("add", x, [&](const Kernels& k, float* to) { k.add(to, y.data(), n_); });
@@ -95,7 +95,7 @@ class Comparison {
         a.meta.resize(static_cast<size_t>(rows) * p.groups * Panels::FIELDS);
         p.q = a.q.data();
         p.meta = a.meta.data();
-        for (int r = 0; r < rows; ++r) kernels.quantise(x.data() + static_cast<size_t>(r) * in, in, p, r);
+        for (int r = 0; r < rows; ++r) kernels.quantise(x.data() + static_cast<size_t>(r) * in, in, p, r, 0, p.groups);
         return a;
     }
 

@@ -97,7 +97,7 @@ def _block_bytes(kind: str, width: int) -> int:
     if kind in _SUPER_BITS:
         factors = _ceil(groups // 8 * OUTS * 2, 64) * (2 if kind in _MINIMA else 1)
         return factors + groups * 2 * OUTS + weights * _SUPER_BITS[kind]
-    scales = _ceil(groups * OUTS * (4 if kind in _WIDE_SCALES else 2), 64) * (2 if kind in _OFFSETS else 1)
+    scales = _ceil(groups, 2) * OUTS * (4 if kind in _WIDE_SCALES else 2) * (2 if kind in _OFFSETS else 1)
     return scales + weights * (4 if kind in _FOUR_BITS else 8)
 
 
