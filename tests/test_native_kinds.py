@@ -187,7 +187,7 @@ def test_bf16_gives_the_bits_of_f32_at_half_the_bytes(kind: str, variant: str) -
         assert same(narrow.forward([Rows(slot, [token])]).logits[0], expected[row])
         narrow.commit(slot, [0])
     config, halves = model(source, variant)
-    oracle = logits(ReferenceBackend(config, halves, precision="bf16"))
+    oracle = logits(ReferenceBackend(config, halves, precision="bf16", kv_cache="f32"))
     np.testing.assert_allclose(expected, oracle, atol=2e-5 * np.abs(oracle).max())
 
 
