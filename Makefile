@@ -1,6 +1,8 @@
 # make demo   install into .venv, get the default model, print an answer
 # make test   the quick test suite (its tools, torch among them, make .venv about 1.5 GB large)
 # make check  lint, types and all tests
+# make check-kernels   every kernel family of this processor against the portable one, without Python
+# make check-neon      that, and the ARM kernels under qemu (g++-aarch64-linux-gnu, qemu-user-static)
 # make clean  remove what these made (the models in the cache stay)
 
 VENV := .venv
@@ -11,7 +13,7 @@ MODEL ?= smollm2-135m
 PROMPT ?= Why is the sky blue?
 SOURCES := pyproject.toml README.md $(wildcard CMakeLists.txt) $(shell find src csrc -type f -not -name '*.pyc')
 
-.PHONY: demo test check clean
+.PHONY: demo test check check-kernels check-neon clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -28,6 +30,12 @@ check: $(VENV)/test-tools $(VENV)/installed
 	$(BIN)/mypy
 	@$(BIN)/outpace pull $(MODEL)
 	$(BIN)/python -m pytest -q
+
+check-kernels: $(VENV)/build-tools
+	@PATH="$(CURDIR)/$(BIN):$$PATH" scripts/check_kernels.sh
+
+check-neon: $(VENV)/build-tools
+	@PATH="$(CURDIR)/$(BIN):$$PATH" scripts/check_kernels.sh neon
 
 # The build tools go into .venv, so that a changed source is rebuilt in place (build/) and nothing is fetched again.
 $(VENV)/build-tools: $(LOCK) scripts/make_venv.sh

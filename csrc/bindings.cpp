@@ -47,6 +47,37 @@ GroupShape check_groups(const Array<const int8_t, 2>& q, const Array<const float
     return {size(out), in};
 }
 
+// The kind of a name, of those that `wanted` admits.
+Matrix::Kind kind_of(const std::string& name, bool (*wanted)(Matrix::Kind)) {
+    static constexpr std::pair<const char*, Matrix::Kind> KINDS[] = {
+        {"f16", Matrix::Kind::f16},   {"bf16", Matrix::Kind::bf16}, {"q3_k", Matrix::Kind::q3_k},
+        {"q4_k", Matrix::Kind::q4_k}, {"q5_k", Matrix::Kind::q5_k}, {"q6_k", Matrix::Kind::q6_k}};
+    for (const auto& [known, kind] : KINDS) {
+        if (name == known && wanted(kind)) return kind;
+    }
+    throw std::invalid_argument("no such kind: " + name);
+}
+
+using Small = std::optional<Array<const int8_t, 2>>;
+using Factors = std::optional<Array<const uint16_t, 2>>;
+
+// Views of arrays that fit the kind and each other: q [out, in], factors [out, in / 256], scales [out, in / 32] or
+// [out, in / 16].
+Supers check_supers(Matrix::Kind kind, const Array<const int8_t, 2>& q, const Array<const uint16_t, 2>& d,
+                    const Array<const int8_t, 2>& scale, const Factors& dmin, const Small& minimum) {
+    const size_t out = q.shape(0), in = q.shape(1), scales = in / (Matrix::halves(kind) ? 16 : GROUP);
+    if (out == 0 || in == 0 || in % SUPER) throw std::invalid_argument("q must be [out, in] with in a multiple of 256");
+    size(out);
+    size(in);
+    const auto fits = [&](const auto& a, size_t width) { return a.shape(0) == out && a.shape(1) == width; };
+    const bool minima = !Matrix::halves(kind);
+    if (!fits(d, in / SUPER) || !fits(scale, scales) || dmin.has_value() != minima || minimum.has_value() != minima ||
+        (minima && !(fits(*dmin, in / SUPER) && fits(*minimum, scales)))) {
+        throw std::invalid_argument("factors and scales do not fit q and its kind");
+    }
+    return {q.data(), d.data(), scale.data(), minima ? dmin->data() : nullptr, minima ? minimum->data() : nullptr};
+}
+
 nb::object owned(std::vector<float> values, size_t rows, size_t columns) {
     auto* kept = new std::vector<float>(std::move(values));
     nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::vector<float>*>(p); });
@@ -83,15 +114,9 @@ template <class Multiply> nb::object product(int rows, int out, int blocks, int 
     return owned(std::move(y), static_cast<size_t>(rows), static_cast<size_t>(out));
 }
 
-nb::object matmul_int8(const Array<const float, 2>& x, const Array<const int8_t, 2>& q, const Array<const float, 2>& scale,
-                       const std::optional<Array<const float, 2>>& offset, int threads, bool allow_int4) {
-    const auto [out, in] = check_groups(q, scale, offset, size(x.shape(1)));
-    const Kernels& kernels = choose_kernels();
+// x rounded to 8 bits, times w.
+nb::object product_int8(const Kernels& kernels, const Array<const float, 2>& x, const Matrix& w, int threads) {
     const int rows = size(x.shape(0));
-    if (rows < 1) throw std::invalid_argument("x must have rows");
-    Arena arena;
-    const Matrix w = pack_int8(arena, q.data(), scale.data(), offset ? offset->data() : nullptr, out, in,
-                               kernels.unsigned_bytes, allow_int4);
     Panels p;
     p.rows = rows;
     const int tiles = (rows + kernels.tile - 1) / kernels.tile;
@@ -101,22 +126,66 @@ nb::object matmul_int8(const Array<const float, 2>& x, const Array<const int8_t,
     std::vector<float> meta(static_cast<size_t>(rows) * w.groups * Panels::FIELDS);
     p.q = bytes.data();
     p.meta = meta.data();
-    for (int r = 0; r < rows; ++r) kernels.quantise(x.data() + static_cast<size_t>(r) * in, in, p, r);
-    return product(rows, out, w.blocks, threads,
-                   [&](int first, int last, float* y) { kernels.matmul_int8(w, p, first, last, y, out); });
+    for (int r = 0; r < rows; ++r) kernels.quantise(x.data() + static_cast<size_t>(r) * w.in, w.in, p, r, 0, p.groups);
+    return product(rows, w.out, w.blocks, threads,
+                   [&](int first, int last, float* y) { kernels.matmul_int8(w, p, first, last, y, w.out); });
+}
+
+nb::object matmul_int8(const Array<const float, 2>& x, const Array<const int8_t, 2>& q, const Array<const float, 2>& scale,
+                       const std::optional<Array<const float, 2>>& offset, int threads, bool allow_int4) {
+    const auto [out, in] = check_groups(q, scale, offset, size(x.shape(1)));
+    if (x.shape(0) < 1) throw std::invalid_argument("x must have rows");
+    const Kernels& kernels = choose_kernels();
+    Arena arena;
+    const Matrix w = pack_int8(arena, q.data(), scale.data(), offset ? offset->data() : nullptr, out, in,
+                               kernels.unsigned_bytes, allow_int4);
+    return product_int8(kernels, x, w, threads);
+}
+
+nb::object matmul_super(const Array<const float, 2>& x, const std::string& name, const Array<const int8_t, 2>& q,
+                        const Array<const uint16_t, 2>& d, const Array<const int8_t, 2>& scale, const Factors& dmin,
+                        const Small& minimum, int threads) {
+    const Matrix::Kind kind = kind_of(name, Matrix::super);
+    const Supers from = check_supers(kind, q, d, scale, dmin, minimum);
+    if (x.shape(0) < 1 || x.shape(1) != q.shape(1)) throw std::invalid_argument("x must be [rows, in] with rows");
+    Arena arena;
+    const Matrix w = pack_super(arena, from, kind, size(q.shape(0)), size(q.shape(1)));
+    return product_int8(choose_kernels(), x, w, threads);
+}
+
+nb::object product_f32(const Array<const float, 2>& x, const Matrix& w, int threads) {
+    const Kernels& kernels = choose_kernels();
+    const int rows = size(x.shape(0));
+    return product(rows, w.out, w.blocks, threads, [&](int first, int last, float* y) {
+        kernels.matmul_f32(w, x.data(), w.in, rows, first, last, y, w.out);
+    });
+}
+
+template <class T> void check_product(const Array<const float, 2>& x, const Array<const T, 2>& weight) {
+    if (size(x.shape(0)) < 1 || size(weight.shape(0)) < 1 || size(weight.shape(1)) < 1 || x.shape(1) != weight.shape(1)) {
+        throw std::invalid_argument("x must be [rows, in] and weight [out, in], none of them 0");
+    }
 }
 
 nb::object matmul_f32(const Array<const float, 2>& x, const Array<const float, 2>& weight, int threads) {
-    const int rows = size(x.shape(0)), out = size(weight.shape(0)), in = size(weight.shape(1));
-    if (rows < 1 || out < 1 || in < 1 || x.shape(1) != weight.shape(1)) {
-        throw std::invalid_argument("x must be [rows, in] and weight [out, in], none of them 0");
-    }
-    const Kernels& kernels = choose_kernels();
+    check_product(x, weight);
     Arena arena;
-    const Matrix w = pack_f32(arena, weight.data(), out, in);
-    return product(rows, out, w.blocks, threads, [&](int first, int last, float* y) {
-        kernels.matmul_f32(w, x.data(), in, rows, first, last, y, out);
-    });
+    return product_f32(x, pack_f32(arena, weight.data(), size(weight.shape(0)), size(weight.shape(1))), threads);
+}
+
+nb::object matmul_16(const Array<const float, 2>& x, const std::string& name, const Array<const uint16_t, 2>& weight,
+                     int threads) {
+    const Matrix::Kind kind = kind_of(name, Matrix::floats);
+    check_product(x, weight);
+    Arena arena;
+    return product_f32(x, pack_16(arena, weight.data(), kind, size(weight.shape(0)), size(weight.shape(1))), threads);
+}
+
+CacheKind cache_kind(const std::string& name) {
+    if (name == "f32") return CacheKind::f32;
+    if (name == "f16") return CacheKind::f16;
+    if (name == "q8") return CacheKind::q8;
+    throw std::invalid_argument("the cache must be f32, f16 or q8, got " + name);
 }
 
 // A matrix's form as numbers: kind, out, in, half, offset, base. A vector's is empty.
@@ -125,7 +194,7 @@ std::vector<int> form_of(const Matrix& m) {
 }
 
 Matrix matrix_like(const std::vector<int>& form) {
-    if (form.size() != 6 || form[0] < 0 || form[0] > static_cast<int>(Matrix::Kind::int4)) {
+    if (form.size() != 6 || form[0] < 0 || form[0] > static_cast<int>(Matrix::LAST)) {
         throw std::invalid_argument("no packed matrix is like that");
     }
     Matrix m;
@@ -205,24 +274,28 @@ NB_MODULE(_native, m) {
     }, "The kernel families that can run here, fastest first.");
     m.def("matmul_int8", &matmul_int8, "x"_a.noconvert(), "q"_a.noconvert(), "scale"_a.noconvert(),
           "offset"_a.noconvert().none(), "threads"_a = 1, "allow_int4"_a = true);
+    m.def("matmul_super", &matmul_super, "x"_a.noconvert(), "kind"_a, "q"_a.noconvert(), "d"_a.noconvert(),
+          "scale"_a.noconvert(), "dmin"_a.noconvert().none(), "minimum"_a.noconvert().none(), "threads"_a = 1);
     m.def("matmul_f32", &matmul_f32, "x"_a.noconvert(), "weight"_a.noconvert(), "threads"_a = 1);
+    m.def("matmul_16", &matmul_16, "x"_a.noconvert(), "kind"_a, "weight"_a.noconvert(), "threads"_a = 1);
 
     nb::class_<Model>(m, "Model")
         .def("__init__",
              [](Model* self, int vocab_size, int hidden_size, int intermediate_size, int layers, int heads, int kv_heads,
                 int head_dim, float eps, bool tied, bool qk_norm, int experts, int experts_used, int expert_ffn_size,
                 int shared_ffn_size, float expert_scale, bool norm_topk, std::vector<int> windows, std::vector<int> moe,
-                std::vector<float> frequencies, float rotary_factor, int slots, int positions, int rows, int threads) {
+                std::vector<float> frequencies, float rotary_factor, int slots, int positions, int rows, int threads,
+                const std::string& cache) {
                  new (self) Model(Config{vocab_size, hidden_size, intermediate_size, layers, heads, kv_heads, head_dim, eps,
                                          tied, qk_norm, experts, experts_used, expert_ffn_size, shared_ffn_size,
                                          expert_scale, norm_topk, std::move(windows), std::move(moe),
                                          std::move(frequencies), rotary_factor},
-                                  slots, positions, rows, threads);
+                                  slots, positions, rows, threads, cache_kind(cache));
              },
              nb::kw_only(), "vocab_size"_a, "hidden_size"_a, "intermediate_size"_a, "layers"_a, "heads"_a, "kv_heads"_a,
              "head_dim"_a, "eps"_a, "tied"_a, "qk_norm"_a, "experts"_a, "experts_used"_a, "expert_ffn_size"_a,
              "shared_ffn_size"_a, "expert_scale"_a, "norm_topk"_a, "windows"_a, "moe"_a, "frequencies"_a,
-             "rotary_factor"_a, "slots"_a, "positions"_a, "rows"_a, "threads"_a)
+             "rotary_factor"_a, "slots"_a, "positions"_a, "rows"_a, "threads"_a, "cache"_a)
         .def("put_int8",
              [](Model& self, const std::string& name, const Array<const int8_t, 2>& q, const Array<const float, 2>& scale,
                 const std::optional<Array<const float, 2>>& offset, int in) {
@@ -239,6 +312,27 @@ NB_MODULE(_native, m) {
                  self.put_f32(name, w.data(), out, in);
              },
              "name"_a, "weight"_a.noconvert())
+        .def("put_16",
+             [](Model& self, const std::string& name, const std::string& kind, const Array<const uint16_t, 2>& w) {
+                 if (w.shape(0) == 0 || w.shape(1) == 0) throw std::invalid_argument("tensor " + name + " is empty");
+                 const Matrix::Kind of = kind_of(kind, Matrix::floats);
+                 const int out = size(w.shape(0)), in = size(w.shape(1));
+                 nb::gil_scoped_release release;
+                 self.put_16(name, w.data(), of, out, in);
+             },
+             "name"_a, "kind"_a, "weight"_a.noconvert())
+        .def("put_super",
+             [](Model& self, const std::string& name, const std::string& kind, const Array<const int8_t, 2>& q,
+                const Array<const uint16_t, 2>& d, const Array<const int8_t, 2>& scale, const Factors& dmin,
+                const Small& minimum) {
+                 const Matrix::Kind of = kind_of(kind, Matrix::super);
+                 const Supers from = check_supers(of, q, d, scale, dmin, minimum);
+                 const int out = size(q.shape(0)), in = size(q.shape(1));
+                 nb::gil_scoped_release release;
+                 self.put_super(name, from, of, out, in);
+             },
+             "name"_a, "kind"_a, "q"_a.noconvert(), "d"_a.noconvert(), "scale"_a.noconvert(),
+             "dmin"_a.noconvert().none(), "minimum"_a.noconvert().none())
         .def("put_packed",
              [](Model& self, const std::string& name, const std::vector<int>& form, const Array<const uint8_t, 1>& data) {
                  self.put_packed(name, matrix_like(form), data.data(), data.shape(0));
@@ -260,6 +354,15 @@ NB_MODULE(_native, m) {
         .def("length", &Model::length, Unlocked(), "slot"_a)
         .def("commit", &Model::commit, Unlocked(), "slot"_a, "rows"_a)
         .def("truncate", &Model::truncate, Unlocked(), "slot"_a, "length"_a)
+        .def("fill_slot", &Model::fill, Unlocked(), "slot"_a, "length"_a)
+        .def("cached",
+             [](Model& self, int slot, int layer) {
+                 const size_t columns = static_cast<size_t>(self.config().head_dim);
+                 std::vector<float> found = self.cached(slot, layer);
+                 const size_t rows = found.size() / columns;
+                 return owned(std::move(found), rows, columns);
+             },
+             "slot"_a, "layer"_a)
         .def_prop_ro("threads", &Model::threads)
         .def_prop_ro("isa", [](const Model& self) { return std::string(self.kernels().name); })
         .def_prop_ro("weight_bytes", &Model::weight_bytes)

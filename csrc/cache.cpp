@@ -1,5 +1,9 @@
 #include "cache.h"
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #include <cstdlib>
 #include <cstring>
 #include <new>
@@ -7,14 +11,88 @@
 #include <string>
 
 namespace outpace {
+namespace {
 
-Cache::Cache(int slots, int positions, int layers, int kv_heads, int head_dim)
+// `bytes` zeros, aligned to 64, and 64 bytes behind them that a vector may read. Where blocks are large they take huge
+// pages: attention goes through a long cache in pieces of some ten kilobytes, and finding each small page would cost
+// as much as reading it.
+std::shared_ptr<uint8_t> zeros(size_t bytes) {
+#if defined(MADV_HUGEPAGE)
+    constexpr size_t HUGE_PAGE = size_t(2) << 20;
+    if (bytes >= HUGE_PAGE) {
+        const size_t size = bytes + 64 + HUGE_PAGE;
+        void* at = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (at == MAP_FAILED) throw std::bad_alloc();
+        auto* start = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(at) + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE);
+        madvise(start, bytes / HUGE_PAGE * HUGE_PAGE, MADV_HUGEPAGE);  // whole ones only: no memory is wasted
+        return std::shared_ptr<uint8_t>(start, [at, size](uint8_t*) { munmap(at, size); });
+    }
+#endif
+    void* memory = std::calloc(bytes + 128, 1);  // pages that are never used cost nothing
+    if (!memory) throw std::bad_alloc();
+    auto* start = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(memory) + 63) / 64 * 64);
+    return std::shared_ptr<uint8_t>(start, [memory](uint8_t*) { std::free(memory); });
+}
+
+}  // namespace
+
+HeadLayout::HeadLayout(CacheKind kind, int head_dim, bool unsigned_bytes)
+    : kind(kind),
+      unsigned_bytes(unsigned_bytes),
+      head_dim(head_dim),
+      padded((head_dim + 15) / 16 * 16),
+      groups((head_dim + GROUP - 1) / GROUP) {
+    const size_t size = kind == CacheKind::f32 ? 4 : kind == CacheKind::f16 ? 2 : 1;
+    const size_t scales = kind == CacheKind::q8 ? size_t(BLOCK) * groups * sizeof(float) : 0;
+    key_scales = BLOCK * size * (kind == CacheKind::q8 ? padded : head_dim);
+    values = key_scales + scales;
+    value_scales = values + BLOCK * size * padded;
+    bytes = value_scales + scales;
+}
+
+void HeadLayout::move(const uint8_t* source, int from, uint8_t* target, int to) const {
+    // `count` pieces of `size` bytes, `step` bytes apart: the part of a position in one of the arrays.
+    const auto pieces = [&](size_t at, size_t size, size_t step, int count) {
+        for (int i = 0; i < count; ++i, at += step) std::memcpy(target + at + to * size, source + at + from * size, size);
+    };
+    const size_t size = kind == CacheKind::f32 ? 4 : 2;
+    if (kind == CacheKind::q8) {
+        pieces(0, 4, 4 * BLOCK, padded / 4);
+        pieces(key_scales, sizeof(float), BLOCK * sizeof(float), groups);
+        pieces(values, padded, 0, 1);
+        pieces(value_scales, sizeof(float), BLOCK * sizeof(float), groups);
+    } else {
+        pieces(0, size, size * BLOCK, head_dim);
+        pieces(values, size * padded, 0, 1);
+    }
+}
+
+float HeadLayout::read(const uint8_t* head, int place, bool value, int dim) const {
+    const size_t at = value ? static_cast<size_t>(place) * padded + dim
+                            : kind == CacheKind::q8 ? static_cast<size_t>(dim / 4 * BLOCK + place) * 4 + dim % 4
+                                                    : static_cast<size_t>(dim) * BLOCK + place;
+    const uint8_t* part = head + (value ? values : 0);
+    if (kind == CacheKind::q8) {
+        float scale;
+        std::memcpy(&scale, head + (value ? value_scales : key_scales) + sizeof(float) * (dim / GROUP * BLOCK + place), 4);
+        const uint8_t flip = unsigned_bytes && !value ? 0x80 : 0;
+        return static_cast<float>(static_cast<int8_t>(part[at] ^ flip)) * scale;
+    }
+    if (kind == CacheKind::f16) {
+        uint16_t half;
+        std::memcpy(&half, part + 2 * at, 2);
+        return half_to_float(half);
+    }
+    float number;
+    std::memcpy(&number, part + 4 * at, 4);
+    return number;
+}
+
+Cache::Cache(int slots, int positions, int layers, int kv_heads, const HeadLayout& layout)
     : positions_(positions),
       layers_(layers),
       kv_heads_(kv_heads),
-      head_dim_(head_dim),
-      padded_((head_dim + 15) / 16 * 16),
-      head_(static_cast<size_t>(BLOCK) * (head_dim + padded_)),
+      layout_(layout),
       slots_(static_cast<size_t>(slots)) {}
 
 int Cache::vacant() const {
@@ -69,13 +147,9 @@ void Cache::commit(int slot, const std::vector<int>& rows) {
         for (size_t i = 0; i < rows.size(); ++i) {
             const int from = s.length + rows[i], to = s.length + static_cast<int>(i);
             if (from == to) continue;
-            for (int part = 0; part < layers_ * kv_heads_; ++part) {
-                const float* source = s.blocks[from / BLOCK].get() + part * head_;
-                float* target = s.blocks[to / BLOCK].get() + part * head_;
-                for (int d = 0; d < head_dim_; ++d) target[d * BLOCK + to % BLOCK] = source[d * BLOCK + from % BLOCK];
-                const size_t values = static_cast<size_t>(BLOCK) * head_dim_;
-                std::memcpy(target + values + static_cast<size_t>(to % BLOCK) * padded_,
-                            source + values + static_cast<size_t>(from % BLOCK) * padded_, head_dim_ * sizeof(float));
+            for (size_t head = 0; head < block_bytes(); head += layout_.bytes) {
+                layout_.move(s.blocks[from / BLOCK].get() + head, from % BLOCK, s.blocks[to / BLOCK].get() + head,
+                             to % BLOCK);
             }
         }
     }
@@ -108,23 +182,18 @@ void Cache::own(Slot& slot, size_t from) {
     }
 }
 
-std::shared_ptr<float> Cache::block(const float* copy) const {
-    const size_t bytes = head_ * layers_ * kv_heads_ * sizeof(float);
-    // calloc: zeros pad the values of an odd head_dim, and pages that are never used cost nothing.
-    void* memory = std::calloc(bytes + 64, 1);
-    if (!memory) throw std::bad_alloc();
-    float* aligned = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(memory) + 63) / 64 * 64);
-    std::shared_ptr<float> made(aligned, [memory](float*) { std::free(memory); });
-    if (copy) std::memcpy(aligned, copy, bytes);
+std::shared_ptr<uint8_t> Cache::block(const uint8_t* copy) const {
+    std::shared_ptr<uint8_t> made = zeros(block_bytes());
+    if (copy) std::memcpy(made.get(), copy, block_bytes());
     return made;
 }
 
 size_t Cache::bytes() const {
-    std::set<const float*> held;
+    std::set<const uint8_t*> held;
     for (const Slot& slot : slots_) {
         for (const auto& b : slot.blocks) held.insert(b.get());
     }
-    return held.size() * head_ * layers_ * kv_heads_ * sizeof(float);
+    return held.size() * block_bytes();
 }
 
 }  // namespace outpace

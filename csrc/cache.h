@@ -2,9 +2,8 @@
 //
 // A block holds all layers and heads of its positions, so memory grows with use. A fork shares its parent's blocks and a
 // block that two slots hold is copied before one of them writes. A pass writes its rows behind the committed ones, row i
-// of a share at place length + i; commit moves the rows that stay to where their position says.
-// A layer's KV head within a block: keys [head_dim][64] (so that 16 positions make one register), then values
-// [64][head_dim rounded up to 16].
+// of a share at place length + i; commit moves the rows that stay to where their position says. How a KV head's numbers
+// lie within a block, and how they are rounded, is HeadLayout's matter (kernels.h).
 #pragma once
 
 #include <memory>
@@ -26,10 +25,10 @@ class Cache {
         bool open = false;
         int length = 0;
         std::vector<int> parents;  // of the pending rows
-        std::vector<std::shared_ptr<float>> blocks;
+        std::vector<std::shared_ptr<uint8_t>> blocks;
     };
 
-    Cache(int slots, int positions, int layers, int kv_heads, int head_dim);
+    Cache(int slots, int positions, int layers, int kv_heads, const HeadLayout& layout);
 
     // All methods throw std::invalid_argument for a slot that is not open, before anything changes.
     int open();                // throws Full
@@ -40,21 +39,24 @@ class Cache {
     Slot& at(int slot);
 
     int positions() const { return positions_; }
-    int padded() const { return padded_; }
-    size_t keys_at(int layer, int kv_head) const { return (static_cast<size_t>(layer) * kv_heads_ + kv_head) * head_; }
-    size_t values_at(int layer, int kv_head) const { return keys_at(layer, kv_head) + size_t(BLOCK) * head_dim_; }
+    const HeadLayout& layout() const { return layout_; }
+    // Bytes from a block's start to this layer and KV head.
+    size_t head_at(int layer, int kv_head) const {
+        return (static_cast<size_t>(layer) * kv_heads_ + kv_head) * layout_.bytes;
+    }
     size_t bytes() const;      // held by all slots; a shared block counts once
 
     // Makes places length .. length + rows writable. Throws std::bad_alloc.
     void reserve(Slot& slot, int rows);
 
   private:
-    std::shared_ptr<float> block(const float* copy) const;
+    std::shared_ptr<uint8_t> block(const uint8_t* copy) const;
     void own(Slot& slot, size_t from);
     int vacant() const;
+    size_t block_bytes() const { return layout_.bytes * layers_ * kv_heads_; }
 
-    int positions_, layers_, kv_heads_, head_dim_, padded_;
-    size_t head_;   // floats of one layer and head
+    int positions_, layers_, kv_heads_;
+    HeadLayout layout_;
     std::vector<Slot> slots_;
 };
 

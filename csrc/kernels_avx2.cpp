@@ -5,14 +5,11 @@
 #include "kernels_impl.h"
 
 namespace outpace {
-const Kernels* kernels_avx2() {
-    static constexpr Kernels kernels = family("avx2", false);
-    const bool runs = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-    return runs ? &kernels : nullptr;
-}
+static constexpr Kernels table = family("avx2", false);
+const Kernels* const kernels_avx2 = &table;
 }  // namespace outpace
 #else
 namespace outpace {
-const Kernels* kernels_avx2() { return nullptr; }
+const Kernels* const kernels_avx2 = nullptr;
 }  // namespace outpace
 #endif

@@ -5,16 +5,11 @@
 #include "kernels_impl.h"
 
 namespace outpace {
-const Kernels* kernels_avx512vnni() {
-    static constexpr Kernels kernels = family("avx512vnni", true);
-    const bool runs = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-                      __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("fma");
-    return runs ? &kernels : nullptr;
-}
+static constexpr Kernels table = family("avx512vnni", true);
+const Kernels* const kernels_avx512vnni = &table;
 }  // namespace outpace
 #else
 namespace outpace {
-const Kernels* kernels_avx512vnni() { return nullptr; }
+const Kernels* const kernels_avx512vnni = nullptr;
 }  // namespace outpace
 #endif

@@ -9,93 +9,191 @@ namespace outpace {
 namespace {
 
 #if defined(OUTPACE_SMALL_TILES)  // a sanitizer's build: the same code, fewer copies of it
-constexpr int TILE = 2, TILE_F32 = 2, HEADS = 2;
+constexpr int TILE = 2, TILE_F32 = 2;
 #elif defined(__AVX512F__)
-constexpr int TILE = 12, TILE_F32 = 8, HEADS = 4;  // rows or heads at once: their sums fill the 32 registers
+constexpr int TILE = 16, TILE_F32 = 8;  // rows at once: their sums fill the 32 registers
 #elif defined(__AVX2__)
-constexpr int TILE = 4, TILE_F32 = 4, HEADS = 1;
+constexpr int TILE = 4, TILE_F32 = 4;
+#elif defined(__aarch64__)
+constexpr int TILE = 4, TILE_F32 = 4;  // 32 registers of 4 lanes
 #else
-constexpr int TILE = 2, TILE_F32 = 2, HEADS = 1;
+constexpr int TILE = 2, TILE_F32 = 2;
 #endif
 
 constexpr int PREFETCH = 4096;  // bytes ahead: what a core reads while memory answers, twice
 
-template <bool HALF> OUTPACE_INLINE Floats load_scale(const uint8_t* scales, size_t group) {
-    if constexpr (HALF) {
-        return load_half(scales + group * 32);
-    } else {
-        return load(reinterpret_cast<const float*>(scales) + group * 16);
-    }
+template <bool HALF> OUTPACE_INLINE Floats load_scale(const uint8_t* from) {
+    return HALF ? load_half(from) : load(reinterpret_cast<const float*>(from));
 }
+
+// The sum of products in an accumulator that began at one of the START fields: its bits are those of ROUND + sum. Where
+// scale * ROUND needs no rounding, as with a float16 or a small whole number, scale * sum is one operation:
+// fma(scale, from_bits(accumulator), -scale * ROUND), with the same bits as scale * counted(accumulator).
+OUTPACE_INLINE Floats counted(const Ints& accumulator) { return from_bits(accumulator) - fill(ROUND); }
 
 // ------------------------------------------------------------------------------------------------ matrix products
 
+template <int BY> OUTPACE_INLINE Bytes shifted_left(const Bytes& v) {  // within words of 4 bytes; BY < 0: right
+    typedef uint32_t WordPart __attribute__((vector_size(4 * WIDTH)));
+    Bytes r;
+    OUTPACE_EACH(r, (BytePart)(BY < 0 ? (WordPart)v.part[i] >> (BY < 0 ? -BY : 0) : (WordPart)v.part[i] << (BY < 0 ? 0 : BY)));
+    return r;
+}
+
+template <int MASK> OUTPACE_INLINE Bytes with_bits(const Bytes& v, const Bytes& more) {
+    Bytes r;
+    OUTPACE_EACH(r, v.part[i] | (more.part[i] & MASK));
+    return r;
+}
+
+// The 8 steps of a group's weights, as dot4 takes them.
+template <Matrix::Kind K> OUTPACE_INLINE void unpack(const uint8_t* w, Bytes (&weights)[8]) {
+    using Kind = Matrix::Kind;
+    if constexpr (K == Kind::int8) {
+        unroll<8>([&](auto j) __attribute__((always_inline)) { weights[j] = load_bytes(w + 64 * j); });
+        return;
+    }
+    unroll<4>([&](auto j) __attribute__((always_inline)) {
+        const Bytes pair = load_bytes(w + 64 * j);
+        weights[j] = low_nibbles(pair);
+        weights[j + 4] = high_nibbles(pair);
+    });
+    if constexpr (K == Kind::q3_k) {  // 4 more than the weight lies there, the kernel's base is -32
+        unroll<8>([&](auto j) __attribute__((always_inline)) {
+            OUTPACE_EACH(weights[j], weights[j].part[i] + 28);
+        });
+    }
+    if constexpr (K == Kind::q5_k) {
+        const Bytes fifth = load_bytes(w + 256);
+        unroll<8>([&](auto j) __attribute__((always_inline)) {
+            weights[j] = with_bits<16>(weights[j], shifted_left<4 - j>(fifth));
+        });
+    }
+    if constexpr (K == Kind::q6_k) {
+        unroll<8>([&](auto j) __attribute__((always_inline)) {
+            const Bytes upper = load_bytes(w + 256 + j / 4 * 64);
+            weights[j] = with_bits<48>(weights[j], shifted_left<4 - j % 4 * 2>(upper));
+        });
+    }
+}
+
+template <int BYTES> OUTPACE_INLINE void prefetch(const uint8_t* at) {
+    unroll<(BYTES + 63) / 64>([&](auto j) __attribute__((always_inline)) { __builtin_prefetch(at + 64 * j); });
+}
+
 // 16 outputs of R rows: y = sum over groups, in order, of d * (scale * (sum of w * x) + offset * (sum of x)).
-template <int R, bool INT4, bool OFFSET, bool HALF>
+template <int R, Matrix::Kind K, bool OFFSET, bool HALF>
 void tile_int8(const Matrix& m, const uint8_t* block, const int8_t* x, const float* meta, int start_field, float* y,
                size_t y_stride, int outs) {
+    constexpr int SCALE = HALF ? 32 : 64, BYTES = Matrix::group_bytes(K), PAIR = SCALE * (OFFSET ? 4 : 2) + 2 * BYTES;
     Floats sums[R];
     unroll<R>([&](auto r) __attribute__((always_inline)) { sums[r] = fill(0.0f); });
-    const uint8_t* scales = block;
-    const uint8_t* offsets = scales + m.scale_bytes();
-    const uint8_t* w = block + m.scale_bytes() * (OFFSET ? 2 : 1);
-    // The block is read front to back at two or three places at once; what comes next is asked for at an even pace.
-    constexpr int PACE = (INT4 ? 256 : 512) + (HALF ? 32 : 64) * (OFFSET ? 2 : 1);
-    const uint8_t* ahead = block + PREFETCH;
-    for (int g = 0; g < m.groups; ++g) {
-        unroll<(PACE + 63) / 64>([&](auto j) __attribute__((always_inline)) { __builtin_prefetch(ahead + 64 * j); });
-        ahead += PACE;
+    const auto group = [&](const uint8_t* factors, const uint8_t* w) __attribute__((always_inline)) {
+        prefetch<PAIR / 2>(w + PREFETCH);
         Bytes weights[8];
-        if constexpr (INT4) {
-            unroll<4>([&](auto j) __attribute__((always_inline)) {
-                const Bytes pair = load_bytes(w + 64 * j);
-                weights[j] = low_nibbles(pair);
-                weights[j + 4] = high_nibbles(pair);
-            });
-            w += 256;
-        } else {
-            unroll<8>([&](auto j) __attribute__((always_inline)) {
-                weights[j] = load_bytes(w + 64 * j);
-            });
-            w += 512;
-        }
-        const Floats scale = load_scale<HALF>(scales, g);
-        const Floats lift = scale * fill(-ROUND);
+        unpack<K>(w, weights);
+        const Floats scale = load_scale<HALF>(factors), lift = scale * fill(-ROUND);
         Floats offset;
-        if constexpr (OFFSET) offset = load_scale<HALF>(offsets, g);
+        if constexpr (OFFSET) offset = load_scale<HALF>(factors + 2 * SCALE);
         unroll<R>([&](auto r) __attribute__((always_inline)) {
             int32_t start;
             std::memcpy(&start, meta + start_field * R + r, 4);
             Ints dot = fill(start);
             unroll<8>([&](auto j) __attribute__((always_inline)) { dot = dot4(dot, weights[j], x + r * 32 + j * 4); });
-            Floats part;
-            if constexpr (HALF) {
-                part = fma(scale, from_bits(dot), lift);
-            } else {
-                part = scale * to_float(dot - bits(fill(ROUND)));
-            }
+            Floats part = HALF ? fma(scale, from_bits(dot), lift) : scale * counted(dot);
             if constexpr (OFFSET) part = fma(offset, fill(meta[Panels::SUM * R + r]), part);
             sums[r] = fma(fill(meta[Panels::D * R + r]), part, sums[r]);
         });
         x += R * GROUP;
         meta += R * Panels::FIELDS;
+    };
+    int g = 0;
+    for (; g + 1 < m.groups; g += 2, block += PAIR) {
+        group(block, block + PAIR - 2 * BYTES);
+        group(block + SCALE, block + PAIR - BYTES);
+    }
+    if (g < m.groups) group(block, block + PAIR - 2 * BYTES);
+    unroll<R>([&](auto r) __attribute__((always_inline)) { store_some(y + r * y_stride, sums[r], outs); });
+}
+
+// The same for k-kinds. With minima it is the same sum, scale and offset being products of a factor of the super-block
+// and a small whole number. Without: d_x * (d * (first scale * (sum over 16 inputs) + last scale * (...))), where
+// everything within d * (...) is a whole number below 2^24, so that float arithmetic does not round it.
+template <int R, Matrix::Kind K>
+void tile_super(const Matrix& m, const uint8_t* block, const int8_t* x, const float* meta, int, float* y,
+                size_t y_stride, int outs) {
+    constexpr size_t BYTES = Matrix::group_bytes(K), STEP = Matrix::super_bytes(K);
+    Floats sums[R];
+    unroll<R>([&](auto r) __attribute__((always_inline)) { sums[r] = fill(0.0f); });
+    const uint8_t* factors = block;
+    const uint8_t* min_factors = factors + m.factor_bytes();
+    const uint8_t* scales = block + m.supers_at();
+    for (int s = 0; s < m.groups / 8; ++s) {
+        const Floats d = load_half(factors + s * 32);
+        Floats dmin;
+        if constexpr (!Matrix::halves(K)) dmin = fill(0.0f) - load_half(min_factors + s * 32);
+        prefetch<256>(scales + 2 * STEP);
+        const uint8_t* w = scales + 256;
+        for (int g = 0; g < 8; ++g) {
+            prefetch<BYTES>(w + 2 * STEP);
+            Bytes weights[8];
+            unpack<K>(w, weights);
+            w += BYTES;
+            if constexpr (Matrix::halves(K)) {
+                const Floats first = load_int8(scales + 32 * g), last = load_int8(scales + 32 * g + 16);
+                const Floats lift = first * fill(-ROUND);
+                unroll<R>([&](auto r) __attribute__((always_inline)) {
+                    int32_t starts[2];
+                    std::memcpy(starts, meta + Panels::FIRST_32 * R + r, 4);
+                    std::memcpy(starts + 1, meta + Panels::LAST_32 * R + r, 4);
+                    Ints dot_first = fill(starts[0]), dot_last = fill(starts[1]);
+                    unroll<4>([&](auto j) __attribute__((always_inline)) {
+                        dot_first = dot4(dot_first, weights[j], x + r * 32 + j * 4);
+                        dot_last = dot4(dot_last, weights[j + 4], x + r * 32 + 16 + j * 4);
+                    });
+                    const Floats whole = fma(last, counted(dot_last), fma(first, from_bits(dot_first), lift));
+                    sums[r] = fma(fill(meta[Panels::D * R + r]), d * whole, sums[r]);
+                });
+            } else {
+                const Floats scale = d * load_int8(scales + 16 * g), offset = dmin * load_int8(scales + 128 + 16 * g);
+                const Floats lift = scale * fill(-ROUND);
+                unroll<R>([&](auto r) __attribute__((always_inline)) {
+                    Ints dot = bits(fill(ROUND));
+                    unroll<8>([&](auto j) __attribute__((always_inline)) {
+                        dot = dot4(dot, weights[j], x + r * 32 + j * 4);
+                    });
+                    const Floats part = fma(offset, fill(meta[Panels::SUM * R + r]), fma(scale, from_bits(dot), lift));
+                    sums[r] = fma(fill(meta[Panels::D * R + r]), part, sums[r]);
+                });
+            }
+            x += R * GROUP;
+            meta += R * Panels::FIELDS;
+        }
+        scales += STEP;
     }
     unroll<R>([&](auto r) __attribute__((always_inline)) { store_some(y + r * y_stride, sums[r], outs); });
 }
 
 using TileInt8 = void (*)(const Matrix&, const uint8_t*, const int8_t*, const float*, int, float*, size_t, int);
 
+template <int R, Matrix::Kind K> TileInt8 tile_of(const Matrix& m) {
+    switch (m.offset * 2 + m.half) {
+        case 0: return tile_int8<R, K, false, false>;
+        case 1: return tile_int8<R, K, false, true>;
+        case 2: return tile_int8<R, K, true, false>;
+        default: return tile_int8<R, K, true, true>;
+    }
+}
+
 template <int R> TileInt8 tile_for(const Matrix& m) {
-    const int kind = (m.kind == Matrix::Kind::int4) * 4 + m.offset * 2 + m.half;
-    switch (kind) {
-        case 0: return tile_int8<R, false, false, false>;
-        case 1: return tile_int8<R, false, false, true>;
-        case 2: return tile_int8<R, false, true, false>;
-        case 3: return tile_int8<R, false, true, true>;
-        case 4: return tile_int8<R, true, false, false>;
-        case 5: return tile_int8<R, true, false, true>;
-        case 6: return tile_int8<R, true, true, false>;
-        default: return tile_int8<R, true, true, true>;
+    using Kind = Matrix::Kind;
+    switch (m.kind) {
+        case Kind::q3_k: return tile_super<R, Kind::q3_k>;
+        case Kind::q4_k: return tile_super<R, Kind::q4_k>;
+        case Kind::q5_k: return tile_super<R, Kind::q5_k>;
+        case Kind::q6_k: return tile_super<R, Kind::q6_k>;
+        case Kind::int4: return tile_of<R, Kind::int4>(m);
+        default: return tile_of<R, Kind::int8>(m);
     }
 }
 
@@ -120,18 +218,32 @@ void matmul_int8(const Matrix& w, const Panels& x, int first, int last, float* y
     }
 }
 
+// 16 weights as float32, which f16 and bf16 become without rounding.
+template <Matrix::Kind K> OUTPACE_INLINE Floats load_weights(const uint8_t* from) {
+    if constexpr (K == Matrix::Kind::f32) {
+        return load(reinterpret_cast<const float*>(from));
+    } else if constexpr (K == Matrix::Kind::f16) {
+        return load_half(from);
+    } else {
+        return load_bfloat(from);
+    }
+}
+
 // 16 * B outputs of R rows; inputs are summed in order.
-template <int R, int B>
+template <int R, int B, Matrix::Kind K>
 void tile_f32(const Matrix& m, int b, const float* x, size_t x_stride, float* y, size_t y_stride) {
+    constexpr size_t STEP = OUTS * Matrix::float_bytes(K);
     Floats sums[R][B];
     unroll<R>([&](auto r) __attribute__((always_inline)) {
         unroll<B>([&](auto c) __attribute__((always_inline)) { sums[r][c] = fill(0.0f); });
     });
-    const float* w = reinterpret_cast<const float*>(m.data + m.block_bytes * b);
-    const size_t next = m.block_bytes / 4;
-    for (int i = 0; i < m.in; ++i, w += OUTS) {
+    const uint8_t* w = m.data + m.block_bytes * b;
+    for (int i = 0; i < m.in; ++i, w += STEP) {
         Floats weights[B];
-        unroll<B>([&](auto c) __attribute__((always_inline)) { weights[c] = load(w + c * next); });
+        unroll<B>([&](auto c) __attribute__((always_inline)) {
+            __builtin_prefetch(w + c * m.block_bytes + PREFETCH / B);
+            weights[c] = load_weights<K>(w + c * m.block_bytes);
+        });
         unroll<R>([&](auto r) __attribute__((always_inline)) {
             const Floats input = fill(x[r * x_stride + i]);
             unroll<B>([&](auto c) __attribute__((always_inline)) { sums[r][c] = fma(weights[c], input, sums[r][c]); });
@@ -143,40 +255,53 @@ void tile_f32(const Matrix& m, int b, const float* x, size_t x_stride, float* y,
     });
 }
 
-template <int R>
+template <int R, Matrix::Kind K>
 void rows_f32(const Matrix& m, int b, int blocks, const float* x, size_t x_stride, int rows, float* y, size_t stride) {
     if constexpr (R > 1) {
-        if (rows < R) return rows_f32<R - 1>(m, b, blocks, x, x_stride, rows, y, stride);
+        if (rows < R) return rows_f32<R - 1, K>(m, b, blocks, x, x_stride, rows, y, stride);
     }
     if constexpr (R * 4 <= 2 * TILE_F32) {
-        if (blocks == 4) return tile_f32<R, 4>(m, b, x, x_stride, y, stride);
+        if (blocks == 4) return tile_f32<R, 4, K>(m, b, x, x_stride, y, stride);
     }
     for (int c = 0; c < blocks; ++c) {
         if (c + 1 < blocks) {
-            tile_f32<R, 2>(m, b + c, x, x_stride, y, stride);
+            tile_f32<R, 2, K>(m, b + c, x, x_stride, y, stride);
             ++c;
         } else {
-            tile_f32<R, 1>(m, b + c, x, x_stride, y, stride);
+            tile_f32<R, 1, K>(m, b + c, x, x_stride, y, stride);
+        }
+    }
+}
+
+template <Matrix::Kind K>
+void matmul_floats(const Matrix& w, const float* x, size_t x_stride, int rows, int first, int last, float* y,
+                   size_t y_stride) {
+    for (int b = first; b < last; b += 4) {
+        const int blocks = last - b < 4 ? last - b : 4;
+        for (int row = 0; row < rows; row += TILE_F32) {
+            const int count = rows - row < TILE_F32 ? rows - row : TILE_F32;
+            rows_f32<TILE_F32, K>(w, b, blocks, x + row * x_stride, x_stride, count, y + row * y_stride, y_stride);
         }
     }
 }
 
 void matmul_f32(const Matrix& w, const float* x, size_t x_stride, int rows, int first, int last, float* y,
                 size_t y_stride) {
-    for (int b = first; b < last; b += 4) {
-        const int blocks = last - b < 4 ? last - b : 4;
-        for (int row = 0; row < rows; row += TILE_F32) {
-            const int count = rows - row < TILE_F32 ? rows - row : TILE_F32;
-            rows_f32<TILE_F32>(w, b, blocks, x + row * x_stride, x_stride, count, y + row * y_stride, y_stride);
-        }
-    }
+    using Kind = Matrix::Kind;
+    const auto multiply = w.kind == Kind::f32   ? matmul_floats<Kind::f32>
+                          : w.kind == Kind::f16 ? matmul_floats<Kind::f16>
+                                                : matmul_floats<Kind::bf16>;
+    multiply(w, x, x_stride, rows, first, last, y, y_stride);
 }
 
-void quantise(const float* x, int n, const Panels& to, int row) {
+void quantise(const float* x, int n, const Panels& to, int row, int from, int end) {
     const int rows = to.in_panel(row);
-    int8_t* q = to.q + to.q_at(row);
-    float* meta = to.meta + to.meta_at(row);
-    for (int g = 0; g < to.groups; ++g) {
+    int8_t* q = to.q + to.q_at(row) + static_cast<size_t>(from) * rows * GROUP;
+    float* meta = to.meta + to.meta_at(row) + static_cast<size_t>(from) * rows * Panels::FIELDS;
+    const float round_up = ROUND;
+    int32_t round;
+    std::memcpy(&round, &round_up, 4);
+    for (int g = from; g < end; ++g) {
         const int left = n - g * GROUP;
         const Floats a = load_some(x + g * GROUP, left), b = left > 16 ? load_some(x + g * GROUP + 16, left - 16)
                                                                        : fill(0.0f);
@@ -188,20 +313,15 @@ void quantise(const float* x, int n, const Panels& to, int row) {
         const Floats inverse = fill(top == 0 ? 0.0f : 127.0f / amax);
         const Ints zero = bits(fill(ROUND));
         const Ints qa = bits(a * inverse + fill(ROUND)) - zero, qb = bits(b * inverse + fill(ROUND)) - zero;
-        int32_t whole[GROUP];
-        std::memcpy(whole, &qa, 64);
-        std::memcpy(whole + 16, &qb, 64);
-        int32_t total = 0;
-        for (int i = 0; i < GROUP; ++i) {
-            q[i] = static_cast<int8_t>(whole[i]);
-            total += q[i];
-        }
-        const int32_t starts[3] = {0x4B400000, 0x4B400000 - 8 * total, 0x4B400000 - 128 * total};
+        store_int8(q, qa);
+        store_int8(q + 16, qb);
+        // Both sums at once, in the halves of 32 bits: neither leaves its 16.
+        const int32_t both = sum(qa + shift_left(qb, 16));
+        const int32_t first = static_cast<int16_t>(both), last = (both - first) >> 16, total = first + last;
+        const int32_t starts[5] = {round, round - 8 * total, round - 128 * total, round - 32 * first, round - 32 * last};
         meta[Panels::D * rows] = amax / 127.0f;
         meta[Panels::SUM * rows] = static_cast<float>(total);
-        std::memcpy(meta + Panels::START_0 * rows, starts, 4);
-        std::memcpy(meta + Panels::START_8 * rows, starts + 1, 4);
-        std::memcpy(meta + Panels::START_128 * rows, starts + 2, 4);
+        for (int i = 0; i < 5; ++i) std::memcpy(meta + (Panels::START_0 + i) * rows, starts + i, 4);
         q += static_cast<size_t>(rows) * GROUP;
         meta += static_cast<size_t>(rows) * Panels::FIELDS;
     }
@@ -209,15 +329,18 @@ void quantise(const float* x, int n, const Panels& to, int row) {
 
 // ------------------------------------------------------------------------------------------------ element by element
 
-void rms_norm(const float* x, const float* weight, int n, float eps, float* y) {
+float rms_scale(const float* x, int n, float eps) {
     Floats squares = fill(0.0f);
     for (int i = 0; i < n; i += LANES) {
         const Floats v = load_some(x + i, n - i);
         squares = fma(v, v, squares);
     }
-    const Floats scale = fill(1.0f / __builtin_sqrtf(sum(squares) / static_cast<float>(n) + eps));
+    return 1.0f / __builtin_sqrtf(sum(squares) / static_cast<float>(n) + eps);
+}
+
+void normalise(const float* x, const float* weight, float scale, int n, float* y) {
     for (int i = 0; i < n; i += LANES) {
-        store_some(y + i, load_some(x + i, n - i) * scale * load_some(weight + i, n - i), n - i);
+        store_some(y + i, load_some(x + i, n - i) * fill(scale) * load_some(weight + i, n - i), n - i);
     }
 }
 
@@ -253,143 +376,17 @@ void silu_mul(float* gate, const float* up, int n) {
     }
 }
 
-// ------------------------------------------------------------------------------------------------ attention
+}  // namespace
+}  // namespace outpace
 
-// Scores of 16 * V positions of one block: sum over the head's dimensions, in order.
-template <int H, int V>
-OUTPACE_INLINE void scores(const float* k, const float* q, int head_dim, float* to) {
-    Floats sums[H][V];
-    unroll<H>([&](auto h) __attribute__((always_inline)) {
-        unroll<V>([&](auto v) __attribute__((always_inline)) { sums[h][v] = fill(0.0f); });
-    });
-    for (int d = 0; d < head_dim; ++d, k += BLOCK) {
-        Floats keys[V];
-        unroll<V>([&](auto v) __attribute__((always_inline)) { keys[v] = load(k + v * LANES); });
-        unroll<H>([&](auto h) __attribute__((always_inline)) {
-            const Floats query = fill(q[h * head_dim + d]);
-            unroll<V>([&](auto v) __attribute__((always_inline)) { sums[h][v] = fma(keys[v], query, sums[h][v]); });
-        });
-    }
-    unroll<H>([&](auto h) __attribute__((always_inline)) {
-        unroll<V>([&](auto v) __attribute__((always_inline)) { store(to + h * CHUNK + v * LANES, sums[h][v]); });
-    });
-}
+#include "attention_impl.h"  // takes `quantise` from here
 
-// acc += weight * value, position after position.
-template <int H, int V>
-OUTPACE_INLINE void weigh(const float* values, int padded, int count, const float* weights, float* acc) {
-    Floats sums[H][V];
-    unroll<H>([&](auto h) __attribute__((always_inline)) {
-        unroll<V>([&](auto v) __attribute__((always_inline)) { sums[h][v] = load(acc + h * padded + v * LANES); });
-    });
-    for (int p = 0; p < count; ++p, values += padded) {
-        Floats value[V];
-        unroll<V>([&](auto v) __attribute__((always_inline)) { value[v] = load(values + v * LANES); });
-        unroll<H>([&](auto h) __attribute__((always_inline)) {
-            const Floats weight = fill(weights[h * CHUNK + p]);
-            unroll<V>([&](auto v) __attribute__((always_inline)) { sums[h][v] = fma(value[v], weight, sums[h][v]); });
-        });
-    }
-    unroll<H>([&](auto h) __attribute__((always_inline)) {
-        unroll<V>([&](auto v) __attribute__((always_inline)) { store(acc + h * padded + v * LANES, sums[h][v]); });
-    });
-}
-
-template <int H>
-OUTPACE_INLINE void weigh_all(const float* values, int padded, int count, const float* weights, float* acc) {
-    int d = 0;
-    for (; d + 4 * LANES <= padded; d += 4 * LANES) weigh<H, 4>(values + d, padded, count, weights, acc + d);
-    for (; d < padded; d += LANES) weigh<H, 1>(values + d, padded, count, weights, acc + d);
-}
-
-template <int H>
-void attend_heads(const Keys& keys, const float* q, int begin, int end, Partial* partial, float* acc) {
-    alignas(64) float s[H][CHUNK];
-    const int chunk = begin / CHUNK * CHUNK, place = keys.direct < end ? keys.direct : end;
-    for (int p = begin / LANES * LANES; p < place;) {
-        const float* k = keys.blocks[p / BLOCK] + keys.k_at + p % BLOCK;
-        if (p % BLOCK == 0 && place - p > 3 * LANES) {
-            scores<H, 4>(k, q, keys.head_dim, &s[0][p - chunk]);
-            p += 4 * LANES;
-        } else {
-            scores<H, 1>(k, q, keys.head_dim, &s[0][p - chunk]);
-            p += LANES;
-        }
-    }
-    const int own = begin > place ? begin : place;  // from here on the row's own ancestors, wherever they lie
-    for (int p = own; p < end; ++p) {
-        const int at = keys.ancestors[p - keys.direct];
-        const float* k = keys.blocks[at / BLOCK] + keys.k_at + at % BLOCK;
-        float dot[H] = {};
-        for (int d = 0; d < keys.head_dim; ++d) {
-            for (int h = 0; h < H; ++h) dot[h] = __builtin_fmaf(k[d * BLOCK], q[h * keys.head_dim + d], dot[h]);
-        }
-        for (int h = 0; h < H; ++h) s[h][p - chunk] = dot[h];
-    }
-    const int low = (begin - chunk) / LANES * LANES, high = (end - chunk + LANES - 1) / LANES * LANES;
-    for (int h = 0; h < H; ++h) {
-        for (int i = low; i < begin - chunk; ++i) s[h][i] = -__builtin_inff();
-        for (int i = end - chunk; i < high; ++i) s[h][i] = -__builtin_inff();
-        Floats top = load(&s[h][low]);
-        for (int i = low + LANES; i < high; i += LANES) {
-            const Floats v = load(&s[h][i]);
-            top = choose(v > top, v, top);
-        }
-        partial[h].largest = largest(top);
-        const Floats shift = fill(partial[h].largest);
-        Floats total = fill(0.0f);
-        for (int i = low; i < high; i += LANES) {
-            const Floats e = exp(load(&s[h][i]) - shift);
-            store(&s[h][i], e);
-            total = total + e;
-        }
-        partial[h].sum = sum(total);
-        for (int d = 0; d < keys.padded; d += LANES) store(acc + h * keys.padded + d, fill(0.0f));
-    }
-    for (int p = begin; p < place;) {
-        const int stop = (p / BLOCK + 1) * BLOCK < place ? (p / BLOCK + 1) * BLOCK : place;
-        const float* v = keys.blocks[p / BLOCK] + keys.v_at + static_cast<size_t>(p % BLOCK) * keys.padded;
-        weigh_all<H>(v, keys.padded, stop - p, &s[0][p - chunk], acc);
-        p = stop;
-    }
-    for (int p = own; p < end; ++p) {
-        const int at = keys.ancestors[p - keys.direct];
-        const float* v = keys.blocks[at / BLOCK] + keys.v_at + static_cast<size_t>(at % BLOCK) * keys.padded;
-        weigh_all<H>(v, keys.padded, 1, &s[0][p - chunk], acc);
-    }
-}
-
-template <int H> void attend_up_to(const Keys& keys, const float* q, int heads, int begin, int end, Partial* partial,
-                                   float* acc) {
-    if constexpr (H > 1) {
-        if (heads < H) return attend_up_to<H - 1>(keys, q, heads, begin, end, partial, acc);
-    }
-    attend_heads<H>(keys, q, begin, end, partial, acc);
-}
-
-void attend(const Keys& keys, const float* q, int heads, int begin, int end, Partial* partial, float* acc) {
-    for (int h = 0; h < heads; h += HEADS) {
-        const int n = heads - h < HEADS ? heads - h : HEADS;
-        attend_up_to<HEADS>(keys, q + static_cast<size_t>(h) * keys.head_dim, n, begin, end, partial + h,
-                            acc + static_cast<size_t>(h) * keys.padded);
-    }
-}
-
-void join(Partial* into, float* acc, const Partial& next, const float* next_acc, int n) {
-    const float top = next.largest > into->largest ? next.largest : into->largest;
-    float change[LANES] = {into->largest - top, next.largest - top};
-    store(change, exp(load(change)));
-    const Floats before = fill(change[0]), after = fill(change[1]);
-    for (int i = 0; i < n; i += LANES) {
-        store_some(acc + i, load_some(acc + i, n - i) * before + load_some(next_acc + i, n - i) * after, n - i);
-    }
-    into->sum = into->sum * change[0] + next.sum * change[1];
-    into->largest = top;
-}
+namespace outpace {
+namespace {
 
 constexpr Kernels family(const char* name, bool unsigned_bytes) {
-    return {name,   unsigned_bytes, TILE, matmul_int8, matmul_f32, quantise, rms_norm, rotate,
-            scale,  add,            add_scaled, silu_mul, attend, join, top, at_least, weight_sum, racers};
+    return {name,   unsigned_bytes, TILE, matmul_int8, matmul_f32, quantise, rms_scale, normalise, rotate,
+            scale,  add,            add_scaled, silu_mul, keep, attend, join, top, at_least, weight_sum, racers};
 }
 
 }  // namespace

@@ -8,9 +8,10 @@
 namespace outpace {
 namespace {
 
-constexpr int ROW_TILE = 8;      // rows that an attention task takes through the cache together
-constexpr int HEAD_TILE = 4;     // and heads
-constexpr int MAX_HEAD_DIM = 512;
+constexpr int TINY_PANEL = 128;  // groups of activations that one thread rounds by itself
+constexpr int HEAD_TILE = 8;                 // heads that an attention task takes through the cache together
+constexpr size_t PARTIALS = size_t(4) << 20; // numbers: partial results of attention that are kept at once
+constexpr size_t SMALL_TASK = 1 << 15;       // queries x positions x dimensions: about a microsecond
 
 int ceil_div(int a, int b) { return (a + b - 1) / b; }
 size_t padded(int n) { return static_cast<size_t>(ceil_div(n, OUTS)) * OUTS; }
@@ -21,7 +22,7 @@ Config checked(Config c) {
     for (int n : {c.vocab_size, c.hidden_size, c.intermediate_size, c.layers, c.heads, c.kv_heads, c.head_dim}) {
         if (n < 1 || n > (1 << 26)) refuse("a model size is not in 1 .. 2^26");
     }
-    if (c.head_dim % 2 || c.head_dim > MAX_HEAD_DIM) refuse("head_dim must be even and at most 512");
+    if (c.head_dim % 2 || c.head_dim > MOST_HEAD_DIM) refuse("head_dim must be even and at most 512");
     if (c.heads % c.kv_heads) refuse("the number of heads must be a multiple of the number of key-value heads");
     if (c.windows.size() != static_cast<size_t>(c.layers) || c.moe.size() != static_cast<size_t>(c.layers)) {
         refuse("windows and moe need one entry a layer");
@@ -46,13 +47,13 @@ int within(int value, int low, int high, const char* name) {
 
 }  // namespace
 
-Model::Model(Config config, int slots, int positions, int rows, int threads)
+Model::Model(Config config, int slots, int positions, int rows, int threads, CacheKind cache)
     : config_(checked(std::move(config))),
       kernels_(choose_kernels()),
       max_rows_(within(rows, 1, 1 << 20, "rows")),
       pool_(within(threads, 1, 256, "threads")),
       cache_(within(slots, 1, 1 << 20, "slots"), within(positions, 1, 1 << 30, "positions"), config_.layers,
-             config_.kv_heads, config_.head_dim) {}
+             config_.kv_heads, HeadLayout(cache, config_.head_dim, kernels_.unsigned_bytes)) {}
 
 // ------------------------------------------------------------------------------------------------ weights
 
@@ -67,6 +68,18 @@ void Model::put_f32(const std::string& name, const float* w, int out, int in) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (ready_ || matrices_.count(name)) refuse("tensor " + name + " was already given");
     matrices_[name] = pack_f32(arena_, w, out, in);
+}
+
+void Model::put_16(const std::string& name, const uint16_t* w, Matrix::Kind kind, int out, int in) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (ready_ || matrices_.count(name)) refuse("tensor " + name + " was already given");
+    matrices_[name] = pack_16(arena_, w, kind, out, in);
+}
+
+void Model::put_super(const std::string& name, const Supers& from, Matrix::Kind kind, int out, int in) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (ready_ || matrices_.count(name)) refuse("tensor " + name + " was already given");
+    matrices_[name] = pack_super(arena_, from, kind, out, in);
 }
 
 void Model::put_packed(const std::string& name, const Matrix& like, const uint8_t* data, size_t bytes) {
@@ -164,7 +177,7 @@ void Model::ready() {
         }
         layers_.push_back(std::move(layer));
     }
-    for (const auto& [name, m] : matrices_) int8_ |= m.kind != Matrix::Kind::f32;
+    for (const auto& [name, m] : matrices_) int8_ |= !m.floats();
     ready_ = true;
 }
 
@@ -198,6 +211,52 @@ void Model::commit(int slot, const std::vector<int>& rows) {
 void Model::truncate(int slot, int length) {
     std::lock_guard<std::mutex> lock(mutex_);
     cache_.truncate(slot, length);
+}
+
+void Model::fill(int slot, int length) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    Cache::Slot& s = cache_.at(slot);
+    if (s.length != 0) refuse("slot " + std::to_string(slot) + " is not empty");
+    if (length < 0) refuse("a slot cannot hold " + std::to_string(length) + " rows");
+    if (length > cache_.positions()) {
+        throw Full(std::to_string(length) + " rows do not fit the " + std::to_string(cache_.positions()) +
+                   " positions of a slot");
+    }
+    s.parents.clear();
+    cache_.reserve(s, length);
+    const int dims = config_.head_dim;
+    pool_.split(length, 64, [&](int begin, int end) {
+        std::vector<float> key(dims), value(dims);
+        for (int p = begin; p < end; ++p) {
+            uint32_t state = static_cast<uint32_t>(p) * 2654435761u + 1;
+            const auto uniform = [&] {
+                state = state * 1664525u + 1013904223u;
+                return static_cast<float>(state >> 8) * 0x1p-23f - 1.0f;
+            };
+            for (int part = 0; part < config_.layers * config_.kv_heads; ++part) {
+                for (int d = 0; d < dims; ++d) key[d] = uniform(), value[d] = uniform();
+                kernels_.keep(cache_.layout(), s.blocks[p / BLOCK].get() + part * cache_.layout().bytes, p % BLOCK,
+                              key.data(), value.data());
+            }
+        }
+    });
+    s.length = length;
+}
+
+std::vector<float> Model::cached(int slot, int layer) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const Cache::Slot& s = cache_.at(slot);
+    within(layer, 0, config_.layers - 1, "layer");
+    std::vector<float> found;
+    for (int value = 0; value < 2; ++value) {
+        for (int kv = 0; kv < config_.kv_heads; ++kv) {
+            for (int p = 0; p < s.length; ++p) {
+                const uint8_t* head = s.blocks[p / BLOCK].get() + cache_.head_at(layer, kv);
+                for (int d = 0; d < config_.head_dim; ++d) found.push_back(cache_.layout().read(head, p % BLOCK, value, d));
+            }
+        }
+    }
+    return found;
 }
 
 size_t Model::cache_bytes() {
@@ -309,23 +368,45 @@ Panels Model::panels(int rows, int width, std::vector<int8_t>& q, std::vector<fl
 Model::Input Model::norm(const float* x, const float* weight, int rows) {
     const int n = config_.hidden_size;
     Input input{room(h_, static_cast<size_t>(rows) * n), static_cast<size_t>(n), rows, {}};
-    if (int8_) input.panels = panels(rows, n, bytes_, meta_);
-    pool_.split(rows, 2, [&](int begin, int end) {
-        for (int r = begin; r < end; ++r) {
-            float* h = h_.data() + static_cast<size_t>(r) * n;
-            kernels_.rms_norm(x + static_cast<size_t>(r) * n, weight, n, config_.eps, h);
-            if (int8_) kernels_.quantise(h, n, input.panels, r);
-        }
+    const auto normalise = [&](int r, int from, int to) {
+        const float* row = x + static_cast<size_t>(r) * n;
+        const float scale = kernels_.rms_scale(row, n, config_.eps);
+        kernels_.normalise(row + from, weight + from, scale, to - from, h_.data() + static_cast<size_t>(r) * n + from);
+    };
+    if (!int8_) {
+        pool_.split(rows, 2, [&](int begin, int end) {
+            for (int r = begin; r < end; ++r) normalise(r, 0, n);
+        });
+        return input;
+    }
+    input.panels = panels(rows, n, bytes_, meta_);
+    by_panel(input.panels, [&](int r, int first, int last) {
+        normalise(r, first * GROUP, std::min(last * GROUP, n));
+        kernels_.quantise(h_.data() + static_cast<size_t>(r) * n, n, input.panels, r, first, last);
     });
     return input;
+}
+
+// body(row, first group, last group) for all rows of the panels. A row's values lie between those of its panel's other
+// rows, and threads that write to the same cache lines wait for each other: they get panels, or ranges of groups.
+template <class Body> void Model::by_panel(const Panels& to, const Body& body) {
+    const int tiles = ceil_div(to.rows, to.tile);
+    const bool tiny = to.rows * to.groups < TINY_PANEL;  // not worth waking anybody
+    const int ranges = tiny ? 1 : std::min(to.groups, ceil_div(2 * pool_.threads(), tiles));
+    const auto task = [&](int i) {
+        const int tile = i / ranges, range = i % ranges;
+        const int first = to.groups * range / ranges, last = to.groups * (range + 1) / ranges;
+        for (int r = tile * to.tile; r < std::min(to.rows, (tile + 1) * to.tile); ++r) body(r, first, last);
+    };
+    pool_.run(tiles * ranges, task);
 }
 
 Model::Input Model::quantised(const float* x, size_t stride, int rows, int width) {
     Input input{x, stride, rows, {}};
     if (int8_) {
         input.panels = panels(rows, width, bytes_, meta_);
-        pool_.split(rows, 2, [&](int begin, int end) {
-            for (int r = begin; r < end; ++r) kernels_.quantise(x + r * stride, width, input.panels, r);
+        by_panel(input.panels, [&](int r, int first, int last) {
+            kernels_.quantise(x + r * stride, width, input.panels, r, first, last);
         });
     }
     return input;
@@ -334,7 +415,7 @@ Model::Input Model::quantised(const float* x, size_t stride, int rows, int width
 // Blocks first .. last of a linear layer, for all rows of the input.
 void Model::multiply(const Linear& linear, const Input& input, int first, int last, float* y, size_t stride) {
     const Matrix& w = linear.w;
-    if (w.kind == Matrix::Kind::f32) {
+    if (w.floats()) {
         kernels_.matmul_f32(w, input.x, input.stride, input.rows, first, last, y, stride);
     } else {
         kernels_.matmul_int8(w, input.panels, first, last, y, stride);
@@ -367,27 +448,31 @@ void Model::attention(int i) {
 
     // Norms, rotation, and the way into the cache. KV heads outermost: neighbouring tasks write other cache lines.
     const float shrink = static_cast<float>(1.0 / std::sqrt(static_cast<double>(c.head_dim)));
+    const bool rounds = cache_.layout().kind == CacheKind::q8;
+    Panels queries;
+    if (rounds) queries = query_panels();
+    const auto norm_head = [&](float* at, const float* weight) {
+        kernels_.normalise(at, weight, kernels_.rms_scale(at, c.head_dim, c.eps), c.head_dim, at);
+    };
     pool_.split((c.heads + c.kv_heads) * rows, 32, [&](int begin, int end) {
         for (int item = begin; item < end; ++item) {
             const int head = item / rows, r = item % rows;
             const float *cos = cos_.data() + static_cast<size_t>(r) * half, *sin = sin_.data() + static_cast<size_t>(r) * half;
             if (head < c.heads) {
                 float* at = q + r * q_stride + static_cast<size_t>(head) * c.head_dim;
-                if (layer.q_norm) kernels_.rms_norm(at, layer.q_norm, c.head_dim, c.eps, at);
+                if (layer.q_norm) norm_head(at, layer.q_norm);
                 kernels_.rotate(at, cos, sin, half);
                 kernels_.scale(at, shrink, c.head_dim);
+                if (rounds) kernels_.quantise(at, c.head_dim, queries, r * c.heads + head, 0, queries.groups);
                 continue;
             }
             const int kv = head - c.heads;
             float* key = k + r * kv_stride + static_cast<size_t>(kv) * c.head_dim;
-            if (layer.k_norm) kernels_.rms_norm(key, layer.k_norm, c.head_dim, c.eps, key);
+            if (layer.k_norm) norm_head(key, layer.k_norm);
             kernels_.rotate(key, cos, sin, half);
             const Row& row = rows_[r];
-            float* block = blocks_[row.share][row.place / BLOCK];
-            float* keys = block + cache_.keys_at(i, kv) + row.place % BLOCK;
-            for (int d = 0; d < c.head_dim; ++d) keys[static_cast<size_t>(d) * BLOCK] = key[d];
-            std::memcpy(block + cache_.values_at(i, kv) + static_cast<size_t>(row.place % BLOCK) * cache_.padded(),
-                        v + r * kv_stride + static_cast<size_t>(kv) * c.head_dim, c.head_dim * sizeof(float));
+            kernels_.keep(cache_.layout(), blocks_[row.share][row.place / BLOCK] + cache_.head_at(i, kv), row.place % BLOCK,
+                          key, v + r * kv_stride + static_cast<size_t>(kv) * c.head_dim);
         }
     });
 
@@ -407,121 +492,122 @@ void Model::attention(int i) {
     });
 }
 
+// Queries rounded to 8 bits, each a panel of its own: number row * heads + head.
+Panels Model::query_panels() {
+    Panels p;
+    p.rows = static_cast<int>(rows_.size()) * config_.heads;
+    p.tile = 1;
+    p.groups = cache_.layout().groups;
+    const size_t groups = static_cast<size_t>(p.rows) * p.groups;
+    p.q = room(query_bytes_, groups * GROUP);
+    p.meta = room(query_meta_, groups * Panels::FIELDS);
+    return p;
+}
+
 // Attention of all rows: q_ and the cache -> mixed_ [rows][heads * head_dim].
-// A row's positions are taken in chunks of 256 by absolute position; each chunk gives a partial result, and partial
-// results are joined in order. With few rows the chunks are separate tasks, else a task takes its rows through all
-// chunks: the same operations in the same order.
+// A row's positions are taken in chunks of 256 by absolute position; each chunk gives a partial result, and the partial
+// results are joined in order: the same operations for any number of rows, tasks and threads. A task is one chunk, the
+// rows of one share and the heads of one KV head.
 void Model::attend(int layer) {
     const Config& c = config_;
-    const int rows = static_cast<int>(rows_.size()), group = c.heads / c.kv_heads, head_tiles = ceil_div(group, HEAD_TILE);
-    const int wide = cache_.padded();
+    const HeadLayout& layout = cache_.layout();
+    const int rows = static_cast<int>(rows_.size()), group = c.heads / c.kv_heads, window = c.windows[layer];
+    const int head_tile = std::min(group, HEAD_TILE), head_tiles = ceil_div(group, head_tile);
+    const int units = c.kv_heads * head_tiles;
     const size_t q_stride = padded(c.heads * c.head_dim);
     float* mixed = room(mixed_, static_cast<size_t>(rows) * c.heads * c.head_dim);
-    const auto begin_of = [&](const Row& row) {
-        return c.windows[layer] ? std::max(0, row.position + 1 - c.windows[layer]) : 0;
-    };
-    int chunks = 0;  // the most that a row has
-    for (const Row& row : rows_) chunks = std::max(chunks, row.position / CHUNK - begin_of(row) / CHUNK + 1);
-    const int units = c.kv_heads * head_tiles;
-    const bool separate = chunks > 1 && pool_.threads() > 1 && rows * units < 4 * pool_.threads();
+    Panels rounded;
+    if (layout.kind == CacheKind::q8) rounded = query_panels();
+    const auto begin_of = [&](int r) { return window ? std::max(0, rows_[r].position + 1 - window) : 0; };
 
-    // One chunk of one row for up to 4 heads that share a KV head.
-    const auto compute = [&](int r, int unit, int chunk, Partial* partial, float* acc) {
-        const Row& row = rows_[r];
-        const int kv = unit / head_tiles, first = kv * group + unit % head_tiles * HEAD_TILE;
-        const int heads = std::min(HEAD_TILE, (kv + 1) * group - first);
-        const Keys keys{blocks_[row.share].data(), cache_.keys_at(layer, kv), cache_.values_at(layer, kv), c.head_dim,
-                        wide, row.direct, paths_.data() + row.path};
-        kernels_.attend(keys, q_.data() + r * q_stride + static_cast<size_t>(first) * c.head_dim, heads,
-                        std::max(begin_of(row), chunk * CHUNK), std::min(row.position + 1, (chunk + 1) * CHUNK), partial,
-                        acc);
-        return heads;
-    };
-    const auto finish = [&](int r, int unit, int heads, const Partial* partial, const float* acc) {
-        const int first = unit / head_tiles * group + unit % head_tiles * HEAD_TILE;
-        for (int h = 0; h < heads; ++h) {
-            float* to = mixed + (static_cast<size_t>(r) * c.heads + first + h) * c.head_dim;
-            for (int d = 0; d < c.head_dim; ++d) to[d] = acc[static_cast<size_t>(h) * wide + d] / partial[h].sum;
-        }
-    };
-
-    const int cells = separate ? chunks : 1;  // partial results kept for each row and unit
-    const size_t cell = static_cast<size_t>(HEAD_TILE) * wide;
-    float* acc = room(acc_, static_cast<size_t>(rows) * units * cells * cell);
-    Partial* partials = room(partials_, static_cast<size_t>(rows) * units * cells * HEAD_TILE);
-    const auto cell_of = [&](int r, int unit, int n) { return (static_cast<size_t>(r) * units + unit) * cells + n; };
-
-    if (separate) {
-        pool_.run(rows * units * chunks, [&](int item) {
-            const int r = item / (units * chunks), unit = item / chunks % units, n = item % chunks;
-            const int chunk = begin_of(rows_[r]) / CHUNK + n;
-            if (chunk > rows_[r].position / CHUNK) return;
-            const size_t at = cell_of(r, unit, n);
-            compute(r, unit, chunk, partials + at * HEAD_TILE, acc + at * cell);
-        });
-        pool_.split(rows * units, 4, [&](int begin, int end) {
-            for (int item = begin; item < end; ++item) {
-                const int r = item / units, unit = item % units;
-                const int kv = unit / head_tiles, first = kv * group + unit % head_tiles * HEAD_TILE;
-                const int heads = std::min(HEAD_TILE, (kv + 1) * group - first);
-                const int last = rows_[r].position / CHUNK - begin_of(rows_[r]) / CHUNK;
-                const size_t at = cell_of(r, unit, 0);
-                for (int n = 1; n <= last; ++n) {
-                    for (int h = 0; h < heads; ++h) {
-                        kernels_.join(partials + at * HEAD_TILE + h, acc + at * cell + static_cast<size_t>(h) * wide,
-                                      partials[(at + n) * HEAD_TILE + h],
-                                      acc + (at + n) * cell + static_cast<size_t>(h) * wide, wide);
-                    }
-                }
-                finish(r, unit, heads, partials + at * HEAD_TILE, acc + at * cell);
-            }
-        });
-        return;
+    // As many rows together as may be, but for tasks that are too few for the threads.
+    const int estimate = units * (rows_[rows - 1].position / CHUNK - begin_of(rows - 1) / CHUNK + 1);
+    int row_tile = std::min(rows, MOST_QUERIES / head_tile);
+    if (pool_.threads() > 1) {
+        while (row_tile > 1 && estimate * ceil_div(rows, row_tile) < 2 * pool_.threads()) row_tile = ceil_div(row_tile, 2);
     }
-
-    // Tiles of rows of one share, which see nearly the same keys.
-    std::vector<std::pair<int, int>>& tiles = tiles_;
-    tiles.clear();
+    tiles_.clear();
     for (int r = 0; r < rows;) {
-        int end = r + 1;
-        while (end < rows && end - r < ROW_TILE && rows_[end].share == rows_[r].share) ++end;
-        tiles.push_back({r, end});
-        r = end;
-    }
-    const int n_tiles = static_cast<int>(tiles.size());
-    pool_.split(n_tiles * units, 1, [&](int begin, int end) {
-        alignas(64) float next[HEAD_TILE * MAX_HEAD_DIM];
-        Partial partial[HEAD_TILE];
-        for (int item = begin; item < end; ++item) {
-            const int unit = item / n_tiles;
-            const auto [from, to] = tiles[item % n_tiles];
-            int first = begin_of(rows_[from]) / CHUNK, last = 0;
-            for (int r = from; r < to; ++r) {
-                first = std::min(first, begin_of(rows_[r]) / CHUNK);
-                last = std::max(last, rows_[r].position / CHUNK);
-            }
-            for (int chunk = first; chunk <= last; ++chunk) {
-                for (int r = from; r < to; ++r) {
-                    const int own_first = begin_of(rows_[r]) / CHUNK, own_last = rows_[r].position / CHUNK;
-                    if (chunk < own_first || chunk > own_last) continue;
-                    const size_t at = cell_of(r, unit, 0);
-                    Partial* kept = partials + at * HEAD_TILE;
-                    float* sums = acc + at * cell;
-                    int heads;
-                    if (chunk == own_first) {
-                        heads = compute(r, unit, chunk, kept, sums);
-                    } else {
-                        heads = compute(r, unit, chunk, partial, next);
-                        for (int h = 0; h < heads; ++h) {
-                            kernels_.join(kept + h, sums + static_cast<size_t>(h) * wide, partial[h],
-                                          next + static_cast<size_t>(h) * wide, wide);
-                        }
-                    }
-                    if (chunk == own_last) finish(r, unit, heads, kept, sums);
-                }
-            }
+        const int begin = r;
+        int first = begin_of(r), last = 0;
+        for (; r < rows && r - begin < row_tile && rows_[r].share == rows_[begin].share; ++r) {
+            first = std::min(first, begin_of(r));
+            last = std::max(last, rows_[r].position);
         }
-    });
+        tiles_.push_back({begin, r, first / CHUNK, last / CHUNK - first / CHUNK + 1});
+    }
+    // As many tiles at once as there is room for their partial results.
+    for (size_t from = 0; from < tiles_.size();) {
+        int chunks = tiles_[from].count;
+        size_t to = from + 1;
+        const auto fits = [&](const Tile& tile) {
+            const size_t more = std::max(chunks, tile.count);
+            return (tile.end - tiles_[from].begin) * more * c.heads * layout.padded <= PARTIALS;
+        };
+        for (; to < tiles_.size() && fits(tiles_[to]); ++to) chunks = std::max(chunks, tiles_[to].count);
+        const Tile* tiles = tiles_.data() + from;
+        const int n_tiles = static_cast<int>(to - from), first_row = tiles[0].begin, last_row = tiles[n_tiles - 1].end;
+        from = to;
+
+        // Partial results of each row and head, chunk after chunk.
+        const size_t cells = static_cast<size_t>(last_row - first_row) * c.heads, stride = padded(chunks);
+        float* acc = room(acc_, cells * chunks * layout.padded);
+        float* largest = room(largest_, cells * stride);
+        float* sums = room(sums_, cells * stride);
+        const auto finish = [&](int r, int head) {
+            const size_t cell = static_cast<size_t>(r - first_row) * c.heads + head;
+            const int count = rows_[r].position / CHUNK - begin_of(r) / CHUNK + 1;
+            kernels_.join(largest + cell * stride, sums + cell * stride, acc + cell * chunks * layout.padded, count, layout,
+                          mixed + (static_cast<size_t>(r) * c.heads + head) * c.head_dim);
+        };
+        const auto task = [&](int unit, int number, const Tile& tile) {
+            if (number >= tile.count) return;
+            const int kv = unit / head_tiles, first = kv * group + unit % head_tiles * head_tile;
+            const int heads = std::min(head_tile, (kv + 1) * group - first), chunk = tile.first + number;
+            const auto& blocks = blocks_[rows_[tile.begin].share];
+            const Keys keys{layout, blocks.data(), static_cast<int>(blocks.size()), cache_.head_at(layer, kv)};
+            Seen seen[MOST_QUERIES];
+            Query queries[MOST_QUERIES];
+            int n = 0;
+            for (int r = tile.begin; r < tile.end; ++r) {
+                const Row& row = rows_[r];
+                const int begin = std::max(begin_of(r), chunk * CHUNK), end = std::min(row.position + 1, (chunk + 1) * CHUNK);
+                if (begin >= end) continue;
+                seen[n] = {begin, end, row.direct, paths_.data() + row.path};
+                for (int h = 0; h < heads; ++h) {
+                    const size_t cell = static_cast<size_t>(r - first_row) * c.heads + first + h;
+                    const size_t at = static_cast<size_t>(chunk - begin_of(r) / CHUNK);
+                    Query& query = queries[n * heads + h];
+                    query = {q_.data() + r * q_stride + static_cast<size_t>(first + h) * c.head_dim, nullptr, nullptr,
+                             largest + cell * stride + at, sums + cell * stride + at,
+                             acc + (cell * chunks + at) * layout.padded};
+                    if (rounded.q) {
+                        query.bytes = rounded.q + rounded.q_at(r * c.heads + first + h);
+                        query.fields = rounded.meta + rounded.meta_at(r * c.heads + first + h);
+                    }
+                }
+                ++n;
+            }
+            if (n) kernels_.attend(keys, seen, n, queries, heads);
+            if (chunks > 1) return;
+            for (int r = tile.begin; r < tile.end; ++r) {
+                for (int h = 0; h < heads; ++h) finish(r, first + h);
+            }
+        };
+        // Neighbouring tasks read the same keys. Small tasks go together, or the pool would cost more than they do.
+        const auto grain = [](size_t work) { return static_cast<int>(std::max<size_t>(1, SMALL_TASK / (work + 1))); };
+        const int positions = chunks > 1 ? CHUNK : rows_[last_row - 1].position + 1;
+        const size_t queries = static_cast<size_t>(tiles[0].end - tiles[0].begin) * head_tile;
+        pool_.split(units * chunks * n_tiles, grain(queries * positions * c.head_dim), [&](int begin, int end) {
+            for (int item = begin; item < end; ++item) {
+                task(item / (chunks * n_tiles), item / n_tiles % chunks, tiles[item % n_tiles]);
+            }
+        });
+        if (chunks == 1) continue;
+        pool_.split(static_cast<int>(cells), grain(static_cast<size_t>(chunks) * c.head_dim), [&](int begin, int end) {
+            for (int cell = begin; cell < end; ++cell) finish(first_row + cell / c.heads, cell % c.heads);
+        });
+    }
 }
 
 // y = down(silu(gate(x)) * up(x)), or x_ += that.
@@ -621,7 +707,7 @@ void Model::routed(const Layer& layer, const Input& input) {
             const Active& a = active[active_of[choice.expert]];
             const float* from = input.x + item / used * input.stride;
             std::memcpy(x + static_cast<size_t>(a.start + choice.place) * hidden, from, hidden * sizeof(float));
-            if (int8_) kernels_.quantise(from, hidden, a.input.panels, choice.place);
+            if (int8_) kernels_.quantise(from, hidden, a.input.panels, choice.place, 0, a.input.panels.groups);
         }
     });
     // Tasks over (expert, block of outputs).
@@ -646,7 +732,8 @@ void Model::routed(const Layer& layer, const Input& input) {
             for (int item = begin; item < end; ++item) {
                 const Choice& choice = choices[item];
                 const Active& a = active[active_of[choice.expert]];
-                kernels_.quantise(gate + (a.start + choice.place) * inner, c.expert_ffn_size, a.hidden.panels, choice.place);
+                kernels_.quantise(gate + (a.start + choice.place) * inner, c.expert_ffn_size, a.hidden.panels,
+                                  choice.place, 0, a.hidden.panels.groups);
             }
         });
     }

@@ -41,12 +41,14 @@ struct Share {
 class Model {
   public:
     // Throws std::invalid_argument for sizes that do not fit together.
-    Model(Config config, int slots, int positions, int rows, int threads);
+    Model(Config config, int slots, int positions, int rows, int threads, CacheKind cache);
 
     // Weights by their Hugging Face names, until `ready`, which throws std::invalid_argument when one is missing or has
     // another shape. Pointers as in matrix.h; nothing is kept of them.
     void put_int8(const std::string& name, const int8_t* q, const float* scale, const float* offset, int out, int in);
     void put_f32(const std::string& name, const float* w, int out, int in);
+    void put_16(const std::string& name, const uint16_t* w, Matrix::Kind kind, int out, int in);
+    void put_super(const std::string& name, const Supers& from, Matrix::Kind kind, int out, int in);
     void put_vector(const std::string& name, const float* v, int n);
     // A packed matrix whose bytes outlive the model (matrix.h, `place`).
     void put_packed(const std::string& name, const Matrix& like, const uint8_t* data, size_t bytes);
@@ -67,6 +69,10 @@ class Model {
     int length(int slot);
     void commit(int slot, const std::vector<int>& rows);
     void truncate(int slot, int length);
+    // For benchmarks: makes an empty slot hold `length` positions of random keys and values. Throws as forward.
+    void fill(int slot, int length);
+    // For tests: a slot's keys and values of a layer as attention reads them, [2][kv_heads][length][head_dim].
+    std::vector<float> cached(int slot, int layer);
 
     const Config& config() const { return config_; }
     int threads() const { return pool_.threads(); }
@@ -101,6 +107,10 @@ class Model {
         int direct;                         // positions below lie in their own place ...
         int path;                           // ... and those from there on at paths_[path + i]
     };
+    // Rows of one share that go through the cache together; chunks: first .. first + count.
+    struct Tile {
+        int begin, end, first, count;
+    };
     // Rows of activations on their way into matrices: as floats, and quantised where the matrices are.
     struct Input {
         const float* x;
@@ -123,6 +133,8 @@ class Model {
     void layout(const std::vector<Share>& shares);
     void rotary_tables();
     Panels panels(int rows, int width, std::vector<int8_t>& q, std::vector<float>& meta);
+    Panels query_panels();
+    template <class Body> void by_panel(const Panels& to, const Body& body);
     Input norm(const float* x, const float* weight, int rows);
     Input quantised(const float* x, size_t stride, int rows, int width);
     void multiply(const Linear& linear, const Input& input, int first, int last, float* y, size_t stride);
@@ -150,12 +162,12 @@ class Model {
     // The pass.
     std::vector<Row> rows_;
     std::vector<int> paths_;
-    std::vector<std::vector<float*>> blocks_;  // per share
-    std::vector<float> x_, h_, q_, k_, v_, mixed_, out_, gate_, up_, meta_, cos_, sin_, acc_;
+    std::vector<std::vector<uint8_t*>> blocks_;  // per share
+    std::vector<float> x_, h_, q_, k_, v_, mixed_, out_, gate_, up_, meta_, cos_, sin_;
+    std::vector<float> query_meta_, acc_, largest_, sums_;
     std::vector<float> routes_, expert_x_, expert_gate_, expert_up_, expert_out_, expert_meta_;
-    std::vector<Partial> partials_;
-    std::vector<std::pair<int, int>> tiles_;   // rows of an attention task
-    std::vector<int8_t> bytes_, expert_bytes_;
+    std::vector<Tile> tiles_;
+    std::vector<int8_t> bytes_, query_bytes_, expert_bytes_;
 };
 
 }  // namespace outpace

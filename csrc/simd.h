@@ -6,13 +6,13 @@
 #include <cstdint>
 #include <cstring>
 
+#include "matrix.h"
+
 #if defined(__AVX2__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
 #include <arm_neon.h>
 #endif
-
-#define OUTPACE_INLINE inline __attribute__((always_inline))
 
 namespace outpace {
 namespace {
@@ -186,19 +186,58 @@ Floats fma(const Floats& a, const Floats& b, const Floats& c) {
     return r;
 }
 
-// The sum of the lanes, always in this order.
+// The lanes folded in halves, always in this order: lane i with lane i + 8, then i + 4, i + 2, i + 1.
+#if defined(__AVX2__)
+template <class Two> OUTPACE_INLINE float fold(const Floats& v, const Two& two) {
+#if defined(__AVX512F__)
+    const __m256 low = _mm512_castps512_ps256((__m512)v.part[0]);
+    const __m256 high = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd((__m512)v.part[0]), 1));
+#else
+    const __m256 low = (__m256)v.part[0], high = (__m256)v.part[1];
+#endif
+    __m128 a = two(_mm256_castps256_ps128(low), _mm256_castps256_ps128(high));
+    a = two(a, two(_mm256_extractf128_ps(low, 1), _mm256_extractf128_ps(high, 1)));
+    a = two(a, _mm_movehl_ps(a, a));
+    return _mm_cvtss_f32(two(a, _mm_movehdup_ps(a)));
+}
+
 OUTPACE_INLINE float sum(const Floats& v) {
+    return fold(v, [](__m128 a, __m128 b) __attribute__((always_inline)) { return _mm_add_ps(a, b); });
+}
+
+OUTPACE_INLINE float largest(const Floats& v) {
+    return fold(v, [](__m128 a, __m128 b) __attribute__((always_inline)) { return _mm_max_ps(a, b); });
+}
+#else
+template <class Two> OUTPACE_INLINE float fold(const Floats& v, const Two& two) {
     float a[LANES];
     store(a, v);
     for (int half = LANES / 2; half > 0; half /= 2) {
-        for (int i = 0; i < half; ++i) a[i] += a[i + half];
+        for (int i = 0; i < half; ++i) a[i] = two(a[i], a[i + half]);
     }
     return a[0];
 }
 
+OUTPACE_INLINE float sum(const Floats& v) {
+    return fold(v, [](float a, float b) { return a + b; });
+}
+
+OUTPACE_INLINE float largest(const Floats& v) {
+    return fold(v, [](float a, float b) { return a > b ? a : b; });
+}
+#endif
+
 OUTPACE_INLINE int32_t sum(const Ints& v) {
 #if defined(__AVX512F__)
     return _mm512_reduce_add_epi32((__m512i)v.part[0]);
+#elif defined(__aarch64__)
+    const IntPart all = (v.part[0] + v.part[1]) + (v.part[2] + v.part[3]);
+    return vaddvq_s32((int32x4_t)all);
+#elif defined(__AVX2__)
+    const __m256i both = (__m256i)(v.part[0] + v.part[1]);
+    __m128i s = _mm_add_epi32(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1));
+    s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(s, _mm_shuffle_epi32(s, 0xb1)));
 #else
     int32_t a[LANES], total = 0;
     std::memcpy(a, &v, sizeof a);
@@ -210,19 +249,21 @@ OUTPACE_INLINE int32_t sum(const Ints& v) {
 OUTPACE_INLINE int32_t largest(const Ints& v) {
 #if defined(__AVX512F__)
     return _mm512_reduce_max_epi32((__m512i)v.part[0]);
+#elif defined(__aarch64__)
+    const int32x4_t a = vmaxq_s32((int32x4_t)v.part[0], (int32x4_t)v.part[1]);
+    const int32x4_t b = vmaxq_s32((int32x4_t)v.part[2], (int32x4_t)v.part[3]);
+    return vmaxvq_s32(vmaxq_s32(a, b));
+#elif defined(__AVX2__)
+    const __m256i both = _mm256_max_epi32((__m256i)v.part[0], (__m256i)v.part[1]);
+    __m128i m = _mm_max_epi32(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1));
+    m = _mm_max_epi32(m, _mm_shuffle_epi32(m, 0x4e));
+    return _mm_cvtsi128_si32(_mm_max_epi32(m, _mm_shuffle_epi32(m, 0xb1)));
 #else
     int32_t a[LANES];
     std::memcpy(a, &v, sizeof a);
     for (int i = 1; i < LANES; ++i) a[0] = a[i] > a[0] ? a[i] : a[0];
     return a[0];
 #endif
-}
-
-OUTPACE_INLINE float largest(const Floats& v) {
-    float a[LANES];
-    store(a, v);
-    for (int i = 1; i < LANES; ++i) a[0] = a[i] > a[0] ? a[i] : a[0];
-    return a[0];
 }
 
 OUTPACE_INLINE Bytes load_bytes(const uint8_t* from) {
@@ -245,13 +286,14 @@ OUTPACE_INLINE Bytes high_nibbles(const Bytes& v) {
 #elif defined(__AVX2__)
     OUTPACE_EACH(r, (BytePart)_mm256_and_si256(_mm256_srli_epi16((__m256i)v.part[i], 4), _mm256_set1_epi8(15)));
 #else
-    OUTPACE_EACH(r, (v.part[i] >> 4) & 15);
+    typedef uint8_t Unsigned __attribute__((vector_size(4 * WIDTH)));
+    OUTPACE_EACH(r, (BytePart)((Unsigned)v.part[i] >> 4));
 #endif
     return r;
 }
 
-// start[lane] + sum over 4 of w[lane][j] * x[j], exact. Weights are 0 .. 255 with AVX512-VNNI, else -128 .. 127 (or
-// nibbles); activations -127 .. 127.
+// start[lane] + sum over 4 of w[lane][j] * x[j], exact. Weights are 0 .. 255 with VNNI, else -128 .. 127 (or nibbles);
+// activations -127 .. 127.
 OUTPACE_INLINE Ints dot4(const Ints& start, const Bytes& w, const int8_t* x) {
     Ints r;
 #if defined(__AVX512VNNI__)
@@ -260,6 +302,11 @@ OUTPACE_INLINE Ints dot4(const Ints& start, const Bytes& w, const int8_t* x) {
     struct __attribute__((packed, may_alias)) Four { int32_t value; };
     r = start;
     asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(r.part[0]) : "v"(w.part[0]), "m"(*reinterpret_cast<const Four*>(x)));
+#elif defined(__AVXVNNI__)
+    int32_t four;
+    std::memcpy(&four, x, 4);
+    const __m256i activations = _mm256_set1_epi32(four);
+    OUTPACE_EACH(r, (IntPart)_mm256_dpbusd_avx_epi32((__m256i)start.part[i], (__m256i)w.part[i], activations));
 #elif defined(__AVX2__)
     // The instruction multiplies unsigned by signed and saturates at 16 bits; |w| * (x with w's sign) is at most
     // 2 * 128 * 127 and fits.
@@ -272,6 +319,11 @@ OUTPACE_INLINE Ints dot4(const Ints& start, const Bytes& w, const int8_t* x) {
         const __m256i fours = _mm256_madd_epi16(pairs, ones);
         r.part[i] = (IntPart)_mm256_add_epi32((__m256i)start.part[i], fours);
     });
+#elif defined(__ARM_FEATURE_DOTPROD)
+    int32_t four;
+    std::memcpy(&four, x, 4);
+    const int8x16_t activations = vreinterpretq_s8_s32(vdupq_n_s32(four));
+    OUTPACE_EACH(r, (IntPart)vdotq_s32((int32x4_t)start.part[i], (int8x16_t)w.part[i], activations));
 #else
     int8_t weights[64];
     std::memcpy(weights, &w, 64);
@@ -293,6 +345,10 @@ OUTPACE_INLINE Floats load_half(const uint8_t* from) {
     r.part[0] = (FloatPart)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
 #elif defined(__AVX2__)
     OUTPACE_EACH(r, (FloatPart)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from) + i)));
+#elif defined(__aarch64__)
+    uint16_t halves[LANES];
+    std::memcpy(halves, from, sizeof halves);
+    OUTPACE_EACH(r, (FloatPart)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(halves + 4 * i))));
 #else
     float values[LANES];
     for (int i = 0; i < LANES; ++i) {
@@ -311,6 +367,98 @@ OUTPACE_INLINE Floats load_half(const uint8_t* from) {
     r = load(values);
 #endif
     return r;
+}
+
+// To float16, 32 bytes: to the nearest, half to even; beyond the largest float16 that one, NaN stays NaN.
+OUTPACE_INLINE void store_half(uint8_t* to, const Floats& v) {
+    const Floats most = fill(65504.0f), least = fill(-65504.0f);
+    Floats r = choose(v > most, most, v);
+    r = choose(least > r, least, r);
+#if defined(__AVX512F__)
+    const __m256i half = _mm512_cvtps_ph((__m512)r.part[0], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), half);
+#elif defined(__AVX2__)
+    unroll<PARTS>([&](auto i) __attribute__((always_inline)) {
+        const __m128i half = _mm256_cvtps_ph((__m256)r.part[i], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(to) + i, half);
+    });
+#else
+    for (int i = 0; i < LANES; ++i) {
+        uint32_t f;
+        std::memcpy(&f, reinterpret_cast<const char*>(&r) + 4 * i, 4);
+        const uint32_t sign = f >> 16 & 0x8000, magnitude = f & 0x7fffffff;
+        uint32_t half;
+        if (magnitude > 0x7f800000) {
+            half = 0x7e00 | (magnitude >> 13 & 0x3ff);
+        } else if (magnitude < 0x38800000) {  // below the least normal one: a multiple of 2^-24
+            float value;
+            std::memcpy(&value, &magnitude, 4);
+            value = value * 0x1p24f + 8388608.0f;  // adding 2^23 rounds to a whole number
+            std::memcpy(&half, &value, 4);
+            half &= 0x7fffff;
+        } else {
+            half = (magnitude + 0xfff + (magnitude >> 13 & 1) - (112u << 23)) >> 13;
+        }
+        const uint16_t bits = static_cast<uint16_t>(sign | half);
+        std::memcpy(to + 2 * i, &bits, 2);
+    }
+#endif
+}
+
+// 16 bfloat16 values.
+OUTPACE_INLINE Floats load_bfloat(const uint8_t* from) {
+    Ints r;
+#if defined(__AVX512F__)
+    const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+    r.part[0] = (IntPart)_mm512_slli_epi32(wide, 16);
+#elif defined(__AVX2__)
+    OUTPACE_EACH(r, (IntPart)_mm256_slli_epi32(
+                        _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from) + i)), 16));
+#else
+    uint32_t values[LANES];
+    for (int i = 0; i < LANES; ++i) {
+        uint16_t half;
+        std::memcpy(&half, from + 2 * i, 2);
+        values[i] = static_cast<uint32_t>(half) << 16;
+    }
+    std::memcpy(&r, values, sizeof r);
+#endif
+    return from_bits(r);
+}
+
+// Whole numbers of -128 .. 127, 16 bytes.
+OUTPACE_INLINE void store_int8(int8_t* to, const Ints& v) {
+#if defined(__AVX512F__)
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8((__m512i)v.part[0]));
+#elif defined(__AVX2__)
+    const auto halves = [](const IntPart& part) __attribute__((always_inline)) {
+        return _mm_packs_epi32(_mm256_castsi256_si128((__m256i)part), _mm256_extracti128_si256((__m256i)part, 1));
+    };
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm_packs_epi16(halves(v.part[0]), halves(v.part[1])));
+#else
+    int32_t a[LANES];
+    std::memcpy(a, &v, sizeof a);
+    for (int i = 0; i < LANES; ++i) to[i] = static_cast<int8_t>(a[i]);
+#endif
+}
+
+// 16 bytes with sign.
+OUTPACE_INLINE Floats load_int8(const uint8_t* from) {
+#if defined(__AVX512F__)
+    Floats r;
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+    r.part[0] = (FloatPart)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+    return r;
+#elif defined(__AVX2__)
+    Floats r;
+    OUTPACE_EACH(r, (FloatPart)_mm256_cvtepi32_ps(
+        _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from + 8 * i)))));
+    return r;
+#else
+    float values[LANES];
+    for (int i = 0; i < LANES; ++i) values[i] = static_cast<int8_t>(from[i]);
+    return load(values);
+#endif
 }
 
 constexpr float ROUND = 12582912.0f;  // 1.5 * 2^23: x + ROUND rounds x to a whole number, half to even, in its low bits

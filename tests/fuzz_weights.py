@@ -117,6 +117,7 @@ def check(tensors):
         try:
             values = tensor.ints() if KINDS[tensor.kind].integer is not None else tensor.f32()
             tensor.groups()
+            tensor.supers()
         except ModelError:
             continue
         assert values.shape == tensor.shape

@@ -15,10 +15,11 @@ from outpace import _native
 from outpace.backends.base import Rows
 from outpace.backends.native import STAGES, NativeBackend
 from outpace.bench import kernels, shapes
+from outpace.cache import CacheKind
 from outpace.cli.app import build
 from outpace.config import ModelConfig
 from outpace.models.names import expected_tensors
-from outpace.types import UsageError
+from outpace.types import CapacityError, UsageError
 
 TINY = ModelConfig(
     vocab_size=96,
@@ -51,8 +52,9 @@ def test_json_is_the_last_line_and_holds_what_is_documented() -> None:
     for n, ms in found["pass_ms"].items():
         assert 0 < found["pass_min_ms"][n] <= ms
         assert found["pass_ratio"][n] == pytest.approx(ms / found["pass_ms"]["1"])
-    assert set(found["decode"]) == {"0", "1024"}
-    assert found["left_out"] == ["context 4096: the model was opened for 2048"]
+    assert found["kv_cache"] == "f16"
+    assert set(found["decode"]) == set(found["verify"]) == {"0", "1024", "4096"}
+    assert found["left_out"] == []
     assert set(found["prefill"]) == {"64", "512"}
     assert found["rounds"] >= 5
     documented = {line.split()[0] for line in (kernels.measure_kernels.__doc__ or "").splitlines() if line[4:5].strip()}
@@ -67,7 +69,7 @@ def test_the_tables_begin_with_the_ceiling(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert [line.split("  ")[0] for line in lines[:4]] == ["machine", "model", "reading", "int8 peak"]
-    assert "decoding at 20" in result.stdout
+    assert "decoding after a context, cache in f16" in result.stdout
     assert "\x1b" not in result.output
 
 
@@ -78,9 +80,14 @@ def test_the_tables_begin_with_the_ceiling(tmp_path: Path) -> None:
         (["--bits", "4"], "--shape"),
         (["--shape", "huge"], "unknown shape 'huge'"),
         (["--shape", "tiny", "--bits", "3"], "8 or 4"),
+        (["--kind", "q4_k"], "--shape"),
+        (["--shape", "tiny", "--bits", "4", "--kind", "q4_0"], "not both"),
+        (["--shape", "tiny", "--kind", "q2_k"], "q6_k, f16, bf16, got 'q2_k'"),
+        (["--shape", "tiny", "--kind", "q4_k"], "no Q4_K form"),
         (["--shape", "tiny", "--context", "-1"], "negative"),
         (["--shape", "tiny", "--seconds", "0"], "--seconds"),
         (["--shape", "tiny", "--threads", "0"], "threads"),
+        (["--shape", "tiny", "--kv-cache", "q4"], "kv_cache must be auto, f32, f16, q8, got 'q4'"),
     ],
 )
 def test_wrong_usage_is_one_line(args: list[str], part: str) -> None:
@@ -101,6 +108,27 @@ def test_random_weights_are_complete_and_of_the_size_that_is_said(bits: int) -> 
     logits = target.forward([Rows(target.new_slot(), [1, 2, 3])]).logits
     assert np.isfinite(logits).all()
     assert logits.std() > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "bits"),
+    [("q4_1", 5), ("q3_k", 4 + 9 / 16), ("q4_k", 4 + 5 / 8), ("q5_k", 5 + 5 / 8), ("Q6_K", 6 + 9 / 16), ("bf16", 16)],
+)
+def test_random_weights_of_a_kind(kind: str, bits: float) -> None:
+    sizes = {name: getattr(TINY, name) for name in TINY.__slots__}
+    config = ModelConfig(**{**sizes, "hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 32})
+    precision = "bf16" if kind == "bf16" else "int8"
+    target = NativeBackend(config, shapes.random_weights(config, kind), precision=precision, threads=1)
+    shapes_read = [s for name, s in expected_tensors(config).items() if len(s) == 2 and "embed" not in name]
+    assert target.pass_bytes == sum(np.prod(s) for s in shapes_read) * bits / 8
+    logits = target.forward([Rows(target.new_slot(), [1, 2, 3])]).logits
+    assert np.isfinite(logits).all()
+    assert logits.std() > 0
+
+
+def test_the_kind_can_be_named() -> None:
+    found = measured("--shape", "tiny", "--kind", "BF16", "--json", "--context", "0")
+    assert found["model"] == "tiny, bf16, random weights"
 
 
 def test_a_tied_head_is_read_and_unused_experts_are_not() -> None:
@@ -154,7 +182,7 @@ def test_the_ceiling_is_measured_and_refuses_nonsense() -> None:
     reader = _native.Reader(1 << 20, 2)
     assert (1 << 20) - 8 * 256 < reader.bytes <= 1 << 20
     reader.read()
-    if _native.isa() in ("avx2", "avx512vnni"):
+    if _native.isa() in ("avx2", "avxvnni", "avx512vnni"):
         assert _native.int8_peak(1, 0.01) > 1e9
     for bytes_, threads in ((0, 1), (1 << 50, 1), (1 << 20, 0), (1 << 20, 1000)):
         with pytest.raises(ValueError, match=r"must be|too small"):
@@ -169,8 +197,29 @@ def test_a_model_that_is_too_small_is_refused() -> None:
         kernels.measure_kernels(target, seconds=0.01)
 
 
-def test_a_context_that_would_take_too_long_is_left_out_and_said() -> None:
-    target = NativeBackend(TINY, shapes.random_weights(TINY, 8), threads=1)
-    found = kernels.measure_kernels(target, contexts=(0, 500), seconds=0.01, patience=0.0)
-    assert list(found["decode"]) == [0]
-    assert [text.split(":")[0] for text in found["left_out"]] == ["context 500"]
+def test_a_context_beyond_the_capacity_is_left_out_and_said() -> None:
+    target = NativeBackend(TINY, shapes.random_weights(TINY, 8), positions=508, threads=1)
+    found = kernels.measure_kernels(target, contexts=(0, 500, 501), seconds=0.01)
+    assert list(found["decode"]) == [0, 500]
+    assert found["left_out"] == ["context 501: the model was opened for 508"]
+
+
+@pytest.mark.parametrize("kv_cache", ["f32", "f16", "q8"])
+def test_a_filled_slot_is_long_and_works(kv_cache: CacheKind) -> None:
+    target = NativeBackend(TINY, shapes.random_weights(TINY, 8), threads=2, slots=2, kv_cache=kv_cache)
+    slot = target.new_slot()
+    target.fill_slot(slot, 1500)
+    assert target.length(slot) == 1500
+    logits = target.forward([Rows(slot, [1, 2])]).logits
+    assert np.isfinite(logits).all()
+    target.commit(slot, [0])
+    with pytest.raises(UsageError, match="not empty"):
+        target.fill_slot(slot, 3)
+    other = target.new_slot()
+    for length, error in ((-1, UsageError), (TINY.max_position_embeddings + 1, CapacityError)):
+        with pytest.raises(error):
+            target.fill_slot(other, length)
+    target.fill_slot(other, 1000)  # the same numbers, whatever the length
+    target.truncate(slot, 1000)
+    a, b = (target.forward([Rows(s, [7])]).logits for s in (slot, other))
+    assert (a == b).all()

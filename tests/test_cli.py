@@ -17,10 +17,15 @@ from typer.testing import CliRunner, Result
 import outpace
 import tiny_folder
 from outpace import api
-from outpace.cli import build
+from outpace.cli.app import build
 from outpace.cli.quick import PlainValues
 from outpace.types import SampleOpts, UsageError
 
+SLOW = (  # to import; nothing of it is needed for the answer of a model that is there
+    "pydantic", "huggingface_hub", "torch", "transformers", "safetensors", "scipy", "rich", "click",
+    "asyncio", "concurrent", "email", "http", "logging", "multiprocessing", "requests", "httpx", "socket", "ssl",
+    "unittest", "xml", "zipfile", "outpace.bench", "outpace.speculator", "outpace.models.export", "outpace.models.mtp",
+)  # fmt: skip
 HEAVY = ("numpy", "tokenizers", "jinja2", "huggingface_hub", "outpace.api")
 
 
@@ -204,10 +209,11 @@ def test_every_model_option_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(api, "load", stop_here)
     args = "--draft draft_model --draft-model b --draft-tokens 3 --precision f32 --context 99 --threads 2 --offline"
-    args += " --no-cache"
+    args += " --no-cache --kv-cache q8"
     for command in ("generate", "chat"):
         run(command, *(["x"] if command == "generate" else []), "--model", "a", *args.split())
     expected = {"draft": "draft_model", "draft_model": "b", "draft_tokens": 3, "precision": "f32", "context": 99}
+    expected |= {"kv_cache": "q8"}
     assert seen == [("a", expected | {"threads": 2, "cache": False, "offline": True, "slots": 1, "progress": True})] * 2
     run("generate", "x")
     assert seen[-1][0] == api.DEFAULT_MODEL
@@ -232,6 +238,7 @@ def test_every_model_option_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
         (["generate", "x", "--nonsense"], 2, "--nonsense"),
         (["nonsense"], 2, "nonsense"),
         (["generate", "x", "--precision", "int2"], 2, "precision must be"),
+        (["generate", "x", "--kv-cache", "q4"], 2, "kv_cache must be auto, f32, f16, q8, got 'q4'"),
         (["generate", "x", "--context", "100000"], 2, "context must be in"),
         (["generate", "x " * 400], 2, "context"),
         (["generate", "x", "--max-tokens", "100000"], 2, "exceed the context"),
@@ -358,7 +365,7 @@ def process(*args: str, **more: Any) -> subprocess.CompletedProcess[str]:
 def test_help_and_version_load_nothing_heavy() -> None:
     code = f"""
 import sys
-from outpace.cli import build
+from outpace.cli.app import build
 from outpace.cli.quick import PlainValues
 try:
     build()(["--help"])
@@ -460,7 +467,7 @@ import os, sys
 from outpace.cli import quick
 from outpace.cli.app import main
 def leave(end):
-    loaded = [n for n in ("pydantic", "huggingface_hub", "torch", "requests", "httpx") if n in sys.modules]
+    loaded = [name for name in {SLOW!r} if name in sys.modules]
     print(end.code, loaded, file=sys.stderr)
     os._exit(7)
 sys.modules["outpace.cli.app"].leave = leave

@@ -122,6 +122,13 @@ def test_draft_model_follows_the_text_by_common_prefix() -> None:
     assert model.rows[5:] == [1]
     assert draft.tokens == (int(np.argmax(table_logits(s.tokens, 5))),)
     assert model.length(0) == len(s.tokens)
+    # Two tokens that are not the draft's.
+    (draft,) = drafter.propose([(s, 4)])
+    s.tokens += [(token + 1) % 5 for token in draft.tokens[:2]]
+    model.rows.clear()
+    (draft,) = drafter.propose([(s, 1)])
+    assert model.rows == [2]
+    assert draft.tokens == (int(np.argmax(table_logits(s.tokens, 5))),)
     # The text has ended; one that goes on from it finds its tokens.
     drafter.forget(s)
     model.rows.clear()

@@ -19,6 +19,7 @@ from outpace.backends import memory
 from outpace.backends.base import Rows
 from outpace.backends.memory import available_memory, check_fits, estimate
 from outpace.backends.native import NativeBackend
+from outpace.cache import CacheOption
 from outpace.cli.app import build
 from outpace.config import ModelConfig
 from outpace.models.loading import load_model
@@ -29,10 +30,12 @@ from outpace.weights.tensor import Tensor
 from outpace.weights.weight_map import WeightMap
 
 
-def compare(config: ModelConfig, weights: WeightMap, precision: str, tokens: int = 100) -> None:
+def compare(
+    config: ModelConfig, weights: WeightMap, precision: str, tokens: int = 100, kv_cache: CacheOption = "auto"
+) -> None:
     """The estimate against the backend's own figures."""
-    need = estimate(config, weights, precision, tokens)
-    backend = NativeBackend(config, weights, precision=precision)  # type: ignore[arg-type]
+    need = estimate(config, weights, precision, tokens, kv_cache)
+    backend = NativeBackend(config, weights, precision=precision, kv_cache=kv_cache)  # type: ignore[arg-type]
     slot = backend.new_slot()
     backend.forward([Rows(slot, [1] * tokens)])
     backend.commit(slot, range(tokens))
@@ -55,8 +58,29 @@ def test_odd_widths_and_heads() -> None:
         compare(config, WeightMap.from_tensors(arrays), precision)
 
 
-@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"])
-def test_every_kind_of_file(kind: str) -> None:
+@pytest.mark.parametrize("kv_cache", ["f32", "f16", "q8"])
+@pytest.mark.parametrize("head_dim", [2, 32, 80, 128])
+def test_every_kind_of_cache(head_dim: int, kv_cache: CacheOption) -> None:
+    config, arrays = tiny.random_model("qwen3", head_dim=head_dim)
+    compare(config, WeightMap.from_tensors(arrays), "int8", kv_cache=kv_cache)
+    per_token = {
+        kind: estimate(config, WeightMap.from_tensors(arrays), "int8", 64, kind).cache_per_token
+        for kind in ("f32", "f16", "q8")
+    }
+    assert per_token["f16"] * 2 == per_token["f32"]
+    if head_dim >= 32:
+        assert per_token["q8"] < 0.58 * per_token["f16"]
+
+
+FLOATS = ["F32", "F16", "BF16"]
+QUANTISED = ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "precision"),
+    [*((kind, p) for kind in FLOATS for p in ("int8", "bf16", "f32")), *((kind, "int8") for kind in QUANTISED)],
+)
+def test_every_kind_of_file(kind: str, precision: str) -> None:
     config, arrays = tiny.random_model("qwen3", hidden_size=256, intermediate_size=256, num_attention_heads=8)
     random = np.random.default_rng(0)
 
@@ -66,14 +90,18 @@ def test_every_kind_of_file(kind: str) -> None:
         try:
             data = gguf.quants.quantize(array, gguf.GGMLQuantizationType[kind])
         except NotImplementedError:  # the k-quants: any bytes with finite scales
-            blocks = random.integers(0, 60, (array.size // 256, KINDS[kind].size), dtype=np.uint8)
+            blocks = random.integers(0, 60, (array.size // KINDS[kind].block, KINDS[kind].size), dtype=np.uint8)
             data = blocks
         return Tensor(array.shape, kind, np.ascontiguousarray(data).reshape(-1).view(np.uint8))
 
     weights = WeightMap({name: tensor(name, array) for name, array in arrays.items()})
-    need = estimate(config, weights, "int8")
-    held = NativeBackend(config, weights).memory[0]
+    need = estimate(config, weights, precision)
+    held = NativeBackend(config, weights, precision=precision).memory[0]  # type: ignore[arg-type]
     assert need.weights == pytest.approx(held, rel=0.02)
+    if kind in ("Q4_K", "Q6_K"):  # as in the file, but for the scales, which have whole bytes
+        assert held < 1.05 * sum(
+            KINDS[kind].size * a.size / 256 if a.ndim == 2 else 4 * a.size for a in arrays.values()
+        )
 
 
 @pytest.mark.parametrize("precision", ["int8", "f32"])
@@ -192,6 +220,7 @@ def test_info_tells_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     need = estimate(loaded.config, loaded.weights, "int8")
     assert facts == {
         "precision": "int8",
+        "kv_cache": "f16",
         "context": 256,
         "weights": need.weights,
         "cache_per_token": need.cache_per_token,
@@ -203,10 +232,12 @@ def test_info_tells_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     }
     wide = json.loads(info("--json", "--precision", "f32", "--context", "64").stdout)["memory"]
     assert wide["weights"] > 2 * facts["weights"]
-    assert wide["cache"] == 64 * facts["cache_per_token"]
-    assert re.search(
-        r"\nmemory +\d.* in int8: weights .* for 256 tokens .*; 1.0 GB are available, fits\n", info().stdout
-    )
+    assert wide["cache"] == 64 * 2 * facts["cache_per_token"]
+    small = json.loads(info("--json", "--kv-cache", "q8").stdout)["memory"]
+    assert small["kv_cache"] == "q8"
+    assert small["cache"] < 0.75 * facts["cache"]  # head_dim 16: a scale for every 16 numbers
+    line = r"\nmemory +\d.* in int8: weights .* cache .* in f16 for 256 tokens .*; 1.0 GB are available, fits\n"
+    assert re.search(line, info().stdout)
     have(monkeypatch, 1000)
     assert "1.0 kB are available: " in info().stdout
     assert info().stdout.endswith(" are missing\n")
@@ -214,3 +245,4 @@ def test_info_tells_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert json.loads(info("--json").stdout)["memory"]["fits"] is None
     assert info("--context", "257").exit_code == 2
     assert info("--precision", "int4").exit_code == 2
+    assert "kv_cache must be" in info("--kv-cache", "q4").stderr

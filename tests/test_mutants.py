@@ -112,7 +112,10 @@ MUTANTS: dict[str, Mutant] = {
         "sampling", "np.where(values > 0, values / np.float32(r), values * np.float32(r))", "values * np.float32(r)",
         law, ("rejection", "repetition")),
     "repetition penalty forgets the prompt": Mutant(
-        "sampling", "self._prompt_tokens | counts.keys()", "counts.keys()", law, ("rejection", "repetition")),
+        "sampling", 'self._ids("prompt", self._prompt_tokens, strict=False)', "np.zeros(0, dtype=np.int64)",
+        law, ("rejection", "repetition")),
+    "repetition penalty misses the rows' own drafts": Mutant(
+        "sampling", "seen = self._with(ahead)", "seen = self._seen", law, ("rejection", "repetition")),
     "frequency counts the prompt": Mutant(
         "sampling", "self._counts: Counter[int] = Counter()", "self._counts: Counter[int] = Counter(prompt)",
         law, ("rejection", "frequency")),
@@ -170,8 +173,14 @@ MUTANTS: dict[str, Mutant] = {
     "the draft's cache keeps refused tokens": Mutant(
         "drafters.draft_model", "            self.model.truncate(cached.slot, same)\n", "            pass\n",
         test_drafters.test_draft_model_follows_the_text_by_common_prefix),
+    "the draft's cache takes for agreed what it never compared": Mutant(
+        "drafters.draft_model", "cached.agreed = same", "cached.agreed = 1 << 30",
+        test_drafters.test_draft_model_follows_the_text_by_common_prefix),
+    "steady requests draft by evidence": Mutant(
+        "controller", "if track.steady else 0", "if False else 0",
+        test_decode.test_steady_requests_draft_a_fixed_length_in_any_company),
     "a reused slot keeps the old text": Mutant(
-        "slots", "self.backend.truncate(slot, length)", "pass",
+        "slots", "self.backend.truncate(self._used[owner], length)", "pass",
         test_decode.test_a_prompt_that_leaves_an_old_one_cuts_it_off),
     "the generator keeps a stale cache": Mutant(
         "speculator", "            self.backend.truncate(self._slot, keep)\n", "            keep = len(self._tokens)\n",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,13 +20,15 @@ native = pytest.importorskip("outpace.backends.native", reason="the native core 
 from outpace import _native  # noqa: E402
 from outpace.backends.base import Rows  # noqa: E402
 from outpace.backends.reference import ReferenceBackend  # noqa: E402
-from outpace.models.quantise import GroupMatrix, quantise_weights  # noqa: E402
+from outpace.models.quantise import GroupMatrix, quantise_weights, rounded_to_f16, rounded_to_q8  # noqa: E402
 from outpace.types import CapacityError, ModelError, RewindError, UsageError  # noqa: E402
 from outpace.weights.tensor import Groups  # noqa: E402
 from outpace.weights.weight_map import WeightMap  # noqa: E402
 
 NativeBackend = native.NativeBackend
 ISAS = _native.isas()
+KINDS = ("f32", "f16", "q8")  # of the KV cache
+FORMS = (("int8", "f16"), ("f32", "f32"), ("int8", "q8"))
 
 
 def make(variant="qwen3", precision="int8", backend=NativeBackend, changes=None, **options):
@@ -153,9 +156,10 @@ def test_product_refuses_arrays_that_do_not_fit():
 # ------------------------------------------------------------------------------------------------ against the oracle
 
 
-def compare(variant, precision, changes=None, prompt=40):
+def compare(variant, precision, changes=None, prompt=40, kv_cache="f32"):
     """Prompt, then a tree, then a commit and another row: logits and taps of both backends."""
-    backends = [make(variant, precision, b, changes, slots=2) for b in (ReferenceBackend, NativeBackend)]
+    both = (ReferenceBackend, NativeBackend)
+    backends = [make(variant, precision, b, changes, slots=2, kv_cache=kv_cache) for b in both]
     taps = tuple(range(-1, backends[0].config.num_hidden_layers + 1))
     results = []
     for backend in backends:
@@ -254,15 +258,15 @@ def one_by_one(backend, tokens):
     return np.stack(rows)
 
 
-@pytest.mark.parametrize("precision", ["int8", "f32"])
+@pytest.mark.parametrize(("precision", "kv_cache"), FORMS)
 @pytest.mark.parametrize("variant", ["qwen3", "sliding", "moe_shared", "bias"])
-def test_rows_keep_their_bits(variant, precision):
+def test_rows_keep_their_bits(variant, precision, kv_cache):
     """Any number of rows, threads and chunks, any company, tree or chain."""
     changes = {"max_position_embeddings": 400}
     tokens = ids(90)
-    expected = one_by_one(make(variant, precision, changes=changes, threads=1), tokens)
+    expected = one_by_one(make(variant, precision, changes=changes, threads=1, kv_cache=kv_cache), tokens)
     for threads in (1, 2, 3):
-        backend = make(variant, precision, changes=changes, threads=threads, slots=4)
+        backend = make(variant, precision, changes=changes, threads=threads, slots=4, kv_cache=kv_cache)
         for chunk in [*range(1, 21), 64, 90]:
             slot, at = backend.new_slot(), 0
             while at < len(tokens):
@@ -273,10 +277,10 @@ def test_rows_keep_their_bits(variant, precision):
             backend.free_slot(slot)
 
 
-@pytest.mark.parametrize("precision", ["int8", "f32"])
+@pytest.mark.parametrize(("precision", "kv_cache"), FORMS)
 @pytest.mark.parametrize("variant", ["qwen3", "sliding", "moe"])
-def test_company_and_trees_keep_the_bits(variant, precision):
-    backend = make(variant, precision, threads=2, slots=4)
+def test_company_and_trees_keep_the_bits(variant, precision, kv_cache):
+    backend = make(variant, precision, threads=2, slots=4, kv_cache=kv_cache)
     prompts = [ids(61, 3), ids(7, 4), ids(33, 5)]
     slots = [backend.new_slot() for _ in prompts]
     together = backend.forward([Rows(s, p) for s, p in zip(slots, prompts, strict=True)]).logits
@@ -300,12 +304,13 @@ def test_company_and_trees_keep_the_bits(variant, precision):
     assert same(after, one_by_one(backend, [*prompts[0], 1, 4, 6, 7, 8, 11, 12])[-2:])
 
 
-def test_chunks_of_attention_keep_the_bits_over_threads_and_rows():
+@pytest.mark.parametrize("kv_cache", KINDS)
+def test_chunks_of_attention_keep_the_bits_over_threads_and_rows(kv_cache):
     changes = {"max_position_embeddings": 1024, "num_hidden_layers": 1}
     tokens = ids(600)
     expected = None
     for threads, chunk in ((1, 512), (3, 77), (2, 1)):
-        backend = make("qwen3", changes=changes, threads=threads)
+        backend = make("qwen3", changes=changes, threads=threads, kv_cache=kv_cache)
         slot, rows = backend.new_slot(), []
         for at in range(0, len(tokens), chunk):
             part = tokens[at : at + chunk]
@@ -320,7 +325,8 @@ def test_chunks_of_attention_keep_the_bits_over_threads_and_rows():
 @given(st.data())
 def test_any_history_of_a_slot_equals_a_fresh_run(data):
     """Random appends, trees, commits, truncations and forks: what is committed decides the bits."""
-    backend = history_backend()
+    kv_cache = data.draw(st.sampled_from(KINDS))
+    backend = history_backend(kv_cache)
     slots = {backend.new_slot(): []}
     try:
         for _ in range(data.draw(st.integers(1, 8))):
@@ -347,7 +353,7 @@ def test_any_history_of_a_slot_equals_a_fresh_run(data):
                 slots[slot] += [tokens[r] for r in path]
             assert backend.length(slot) == len(slots[slot])
         for slot, tokens in slots.items():
-            assert same(run(backend, slot, [1]).logits[0], fresh_logits((*tokens, 1)))
+            assert same(run(backend, slot, [1]).logits[0], fresh_logits(backend, (*tokens, 1)))
     finally:
         for slot in slots:
             backend.free_slot(slot)
@@ -356,18 +362,116 @@ def test_any_history_of_a_slot_equals_a_fresh_run(data):
 _kept = {}
 
 
-def history_backend():
-    if "slots" not in _kept:
-        _kept["slots"] = make("sliding", changes={"num_hidden_layers": 2, "max_position_embeddings": 300}, slots=5)
-    return _kept["slots"]
+def history_backend(kv_cache):
+    if kv_cache not in _kept:
+        changes = {"num_hidden_layers": 2, "max_position_embeddings": 300}
+        _kept[kv_cache] = make("sliding", changes=changes, slots=5, kv_cache=kv_cache)
+    return _kept[kv_cache]
 
 
-def fresh_logits(tokens):
-    backend = history_backend()
+def fresh_logits(backend, tokens):
     slot = backend.new_slot()
     result = run(backend, slot, list(tokens), logits=[len(tokens) - 1]).logits[0]
     backend.free_slot(slot)
     return result
+
+
+# ------------------------------------------------------------------------------------------------ kinds of cache
+
+HEADS = [
+    {"head_dim": 64, "num_attention_heads": 9, "num_key_value_heads": 3},
+    {"head_dim": 80},
+    {"head_dim": 96, "num_attention_heads": 12, "num_key_value_heads": 1},  # more heads than a task takes
+    {"head_dim": 128, "num_attention_heads": 1, "num_key_value_heads": 1},
+    {"head_dim": 256, "num_hidden_layers": 1},
+    {"head_dim": 6, "num_attention_heads": 5, "num_key_value_heads": 1},
+]
+ROUNDING = {"f32": lambda x: x, "f16": rounded_to_f16, "q8": rounded_to_q8}
+
+
+@pytest.mark.parametrize("kv_cache", KINDS)
+@pytest.mark.parametrize("changes", HEADS, ids=lambda changes: str(changes["head_dim"]))
+@pytest.mark.parametrize("variant", ["qwen3", "sliding"])
+def test_every_cache_agrees_with_the_oracle(variant, changes, kv_cache):
+    """In float32 arithmetic: equal but for a key or value that round-off tips over a rounding edge, which is rare."""
+    errors = []
+    for reference, ours in compare(variant, "f32", changes, prompt=30, kv_cache=kv_cache):
+        errors.extend(np.abs(ours - reference).max(axis=1) / np.abs(reference).max())
+    assert np.mean(np.array(errors) < 2e-5) > {"f32": 0.999, "f16": 0.4, "q8": 0.4}[kv_cache]
+    assert max(errors) < {"f32": 2e-5, "f16": 1e-3, "q8": 0.01}[kv_cache]
+
+
+@pytest.mark.parametrize("kv_cache", ["f16", "q8"])
+@pytest.mark.parametrize("changes", HEADS, ids=lambda changes: str(changes["head_dim"]))
+def test_the_cache_holds_exactly_the_oracles_rounding(changes, kv_cache):
+    """Of the first layer, whose keys and values are the same in every cache; through a tree's commit and a fork."""
+    held = {}
+    for kind in ("f32", kv_cache):
+        backend = make("qwen3", "f32", changes=changes, kv_cache=kind)
+        slot = backend.new_slot()
+        run(backend, slot, ids(61))
+        backend.commit(slot, range(61))
+        run(backend, slot, [3, 4, 5, 6, 7, 8], parents=[-1, 0, 0, 2, 1, 3])
+        other = backend.fork_slot(slot)
+        backend.commit(slot, [0, 2, 3, 5])
+        run(backend, other, [9, 10, 11], parents=[-1, -1, 1])
+        backend.commit(other, [1, 2])
+        held[kind] = [backend._model.cached(s, 0) for s in (slot, other)]
+    for exact, rounded, rows in zip(held["f32"], held[kv_cache], (65, 63), strict=True):
+        assert len(exact) == 2 * backend.config.num_key_value_heads * rows
+        assert len(np.unique(exact, axis=0)) > rows  # rows of different tokens and positions differ
+        assert np.array_equal(rounded, ROUNDING[kv_cache](exact))  # 0 and -0 are one
+
+
+BEYOND_F16 = [1e5, -1e5, 65504, 65519, 65520, -65520, 3.3e38, np.nan]
+BELOW_F16 = [6.1e-5, 6.0e-5, 5.97e-8, 2.98e-8, 2.9e-8, -2.98e-8, 1e-30, -0.0]
+BETWEEN = [1.0, 1 + 2**-11, 1 + 3 * 2**-11, 0.1, 1e-3, 63.75, 127.5, 0.0]
+EDGES = np.array([BEYOND_F16, BELOW_F16, BETWEEN], dtype=np.float32).reshape(-1)
+
+
+def edge_values(kv_cache):
+    """The values that a cache holds of EDGES, [24]."""
+    config, arrays = tiny.random_model("qwen2", num_key_value_heads=1, head_dim=len(EDGES), num_hidden_layers=1)
+    arrays["model.layers.0.self_attn.v_proj.weight"][:] = 0
+    arrays["model.layers.0.self_attn.v_proj.bias"][:] = EDGES
+    weights = WeightMap.from_tensors(arrays)
+    backend = NativeBackend(config, weights, precision="f32", threads=1, kv_cache=kv_cache)
+    slot = backend.new_slot()
+    run(backend, slot, [1])
+    backend.commit(slot, [0])
+    return backend._model.cached(slot, 0)[1]
+
+
+def test_extreme_values_round_as_the_oracle_rounds_them():
+    exact = edge_values("f32")
+    assert np.array_equal(exact, EDGES, equal_nan=True)
+    assert np.array_equal(edge_values("f16"), rounded_to_f16(EDGES), equal_nan=True)
+    assert rounded_to_f16(EDGES)[:7].tolist() == [65504, -65504, 65504, 65504, 65504, -65504, 65504]
+    assert np.isnan(edge_values("q8")).all()  # one scale for all, and that is NaN: it does not vanish
+
+
+@pytest.mark.parametrize("kv_cache", KINDS)
+def test_a_long_context_keeps_the_bits(kv_cache):
+    """17,000 random positions, more partial results than are kept at once; trees that cross a chunk's end."""
+    changes = {"max_position_embeddings": 20000, "num_hidden_layers": 1, "vocab_size": 67}
+    tokens, rows = ids(512), None
+    for threads, chunk in ((1, 512), (2, 100), (3, 16)):
+        backend = make("qwen3", changes=changes, threads=threads, kv_cache=kv_cache)
+        slot, found = backend.new_slot(), []
+        backend.fill_slot(slot, 17000)
+        for at in range(0, len(tokens), chunk):
+            part = tokens[at : at + chunk]
+            found.append(run(backend, slot, part).logits)
+            backend.commit(slot, range(len(part)))
+        rows = np.concatenate(found) if rows is None else rows
+        assert same(np.concatenate(found), rows)
+    edge = 17152  # = 67 * 256
+    backend.truncate(slot, edge - 2)
+    fork = backend.fork_slot(slot)
+    tree = run(backend, slot, [1, 2, 3, 4, 5, 6, 7, 8], parents=[-1, 0, 0, 1, 2, 4, 5, 3]).logits
+    for path in ([0, 1, 3, 7], [0, 2, 4, 5, 6]):
+        chain = run(backend, fork, [row + 1 for row in path]).logits
+        assert same(chain, tree[path])
 
 
 # ------------------------------------------------------------------------------------------------ memory
@@ -483,6 +587,8 @@ def test_slots_are_checked():
         {"positions": 0},
         {"rows": 0},
         {"precision": "int3"},
+        {"kv_cache": "q4"},
+        {"kv_cache": None},
     ],
 )
 def test_options_are_checked(options):
@@ -522,6 +628,12 @@ for variant in ("qwen3", "moe_shared", "sliding"):
         for reference, ours in t.compare(variant, precision):
             assert abs(ours - reference).max() < 0.03 * abs(reference).max()
             digest.update(ours.tobytes())
+for kv_cache in t.KINDS:
+    for head_dim in (6, 64, 80):
+        for reference, ours in t.compare("sliding", "f32", {"head_dim": head_dim, "sliding_window": 60}, 70, kv_cache):
+            assert abs(ours - reference).max() < 0.03 * abs(reference).max()
+            digest.update(ours.tobytes())
+    digest.update(t.edge_values(kv_cache).tobytes())
 groups = t.random_groups(40, 128, offset=True, half=True)
 x = t.np.random.default_rng(0).standard_normal((30, 128)).astype("f4")
 digest.update(t._native.matmul_int8(x, groups.q, groups.scale, groups.offset, 2).tobytes())
@@ -544,6 +656,21 @@ def test_every_kernel_family_gives_the_same_bits():
         name, digests[isa] = done.stdout.split()
         assert name == isa
     assert len(set(digests.values())) == 1, digests
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="needs /proc/cpuinfo")
+def test_the_families_are_those_that_the_processor_has():
+    """By the kernel's account of it. Compilers older than GCC 11 and Clang 12 leave avxvnni out."""
+    line = re.search(r"^(?:flags|Features)\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    flags = set(line[1].split()) if line else set()
+    needs = {
+        "avx512vnni": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"},
+        "avxvnni": {"avx2", "fma", "f16c", "avx_vnni"},
+        "avx2": {"avx2", "fma", "f16c"},
+        "neon": {"asimddp"},
+        "portable": set(),
+    }
+    assert [name for name, needed in needs.items() if needed <= flags] == ISAS
 
 
 def test_unknown_kernel_family_is_an_error():

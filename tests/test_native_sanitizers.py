@@ -14,7 +14,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-TESTS = "product or oracle or odd_shapes or far_positions or company or chunks or history or refused or slots or nan"
+TESTS = (
+    "product or oracle or odd_shapes or far_positions or company or chunks or history or refused or slots or nan "
+    "or damaged or any_form or cache or extreme"
+)
 
 
 def runtime(compiler: str, name: str) -> str | None:
@@ -53,9 +56,8 @@ def test_native_core_under_sanitizers(tmp_path):
         "UBSAN_OPTIONS": "print_stacktrace=1",
     }
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", TESTS]
-    done = subprocess.run(
-        [*command, str(ROOT / "tests" / "test_native.py")], env=env, capture_output=True, text=True, cwd=tmp_path
-    )
+    files = [str(ROOT / "tests" / name) for name in ("test_native.py", "test_native_kinds.py")]
+    done = subprocess.run([*command, *files], env=env, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert " passed" in done.stdout
     assert "runtime error" not in done.stderr

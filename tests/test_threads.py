@@ -18,7 +18,7 @@ import tiny_folder
 from outpace.backends.base import Rows
 from outpace.backends.cores import usable_cores
 from outpace.backends.native import NativeBackend
-from outpace.cli import build
+from outpace.cli.app import build
 from outpace.weights.weight_map import WeightMap
 
 # ------------------------------------------------------------------------------------------------------- by default

@@ -14,8 +14,9 @@ from outpace.types import ModelError
 from outpace.weights.formats import KINDS, pack_q4, pack_q8, quantise_q4, quantise_q8
 from outpace.weights.tensor import Tensor
 
-BLOCK_KINDS = ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"]
-GROUP_KINDS = [kind for kind in BLOCK_KINDS if kind != "Q6_K"]
+SUPER_KINDS = ["Q3_K", "Q4_K", "Q5_K", "Q6_K"]
+BLOCK_KINDS = ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", *SUPER_KINDS, "IQ4_NL", "IQ4_XS"]
+GROUP_KINDS = [kind for kind in BLOCK_KINDS if kind not in ("Q3_K", "Q6_K")]
 
 
 def same_bits(got, want):
@@ -59,9 +60,28 @@ def test_the_group_form_is_exact(kind):
         values = np.repeat(groups.scale, 32, axis=1) * groups.q.astype(np.float32)
         if groups.offset is not None:
             values = values + np.repeat(groups.offset, 32, axis=1)
-    assert (groups.offset is None) == (kind in ("Q8_0", "Q4_0", "Q5_0"))
+    assert (groups.offset is None) == (kind in ("Q8_0", "Q4_0", "Q5_0", "IQ4_NL", "IQ4_XS"))
     assert same_bits(values, tensor.f32())
     assert same_bits(groups.f32(), tensor.f32())
+
+
+@pytest.mark.parametrize("kind", SUPER_KINDS)
+def test_super_blocks_are_exact_and_in_their_range(kind):
+    raw = random_blocks(kind, 24, 3, seed=2)
+    tensor = Tensor((24, 768), kind, raw.reshape(-1))
+    supers = tensor.supers()
+    low, high = {"q3_k": (-4, 3), "q4_k": (0, 15), "q5_k": (0, 31), "q6_k": (-32, 31)}[supers.kind]
+    assert (supers.q.min(), supers.q.max()) == (low, high)
+    with np.errstate(all="ignore"):
+        run = 768 // supers.scale.shape[1]
+        scale = np.repeat(supers.d.view(np.float16).astype(np.float32), 256 // run, axis=1) * supers.scale
+        values = np.repeat(scale, run, axis=1) * supers.q.astype(np.float32)
+        if supers.dmin is not None:
+            minimum = np.repeat(supers.dmin.view(np.float16).astype(np.float32), 8, axis=1) * supers.minimum
+            values = values - np.repeat(minimum, 32, axis=1)
+    assert same_bits(values, tensor.f32())
+    assert same_bits(supers.f32(), tensor.f32())
+    assert Tensor((24, 768), "F32", np.zeros(24 * 768 * 4, np.uint8)).supers() is None
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q6_K"])

@@ -14,7 +14,7 @@ from outpace.weights.gguf import TENSOR_TYPES, GGUFFile, Planned, gguf_size, wri
 from outpace.weights.tensor import Tensor
 
 ALL = {"F32": 1, "F16": 1, "BF16": 1} | dict.fromkeys(["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"], 32)
-ALL |= dict.fromkeys(["Q4_K", "Q5_K", "Q6_K"], 256)
+ALL |= dict.fromkeys(["Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"], 256)
 
 
 def random_tensor(kind, shape, seed=0):

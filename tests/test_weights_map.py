@@ -77,3 +77,22 @@ def test_from_files(tmp_path):
     assert np.array_equal(WeightMap.from_safetensors(tmp_path).take("w")[0], values)
     assert np.array_equal(WeightMap.from_safetensors(tmp_path / "model.safetensors").take("w")[0], values)
     assert np.array_equal(WeightMap.from_gguf(tmp_path / "m.gguf").take("blk.0.w")[0], values)
+
+
+def test_rows_are_put_in_order_when_taken() -> None:
+    array = np.arange(12, dtype=np.float32).reshape(4, 3)
+    order = np.array([2, 0, 3, 1])
+
+    def weights() -> WeightMap:
+        return WeightMap({"a": Tensor.from_array(array), "b": Tensor.from_array(array)}, {"a": order})
+
+    assert np.array_equal(weights().take("a")[0], array[order])
+    assert np.array_equal(weights().take("b")[0], array)
+    renamed = weights()
+    renamed.rename("a", "c")
+    assert np.array_equal(renamed.take("c")[0], array[order])
+    emptied = weights()
+    emptied.clear()
+    assert len(emptied) == 0
+    emptied.put("a", Tensor.from_array(array))
+    assert np.array_equal(emptied.take("a")[0], array)

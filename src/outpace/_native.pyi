@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 F32 = NDArray[np.float32]
 I8 = NDArray[np.int8]
 I64 = NDArray[np.int64]
+U16 = NDArray[np.uint16]
 
 class Full(Exception):  # noqa: N818 (says what the model is)
     """No slot, row or position is left."""
@@ -33,8 +34,16 @@ def isas() -> list[str]:
 def matmul_int8(x: F32, q: I8, scale: F32, offset: F32 | None, threads: int = 1, allow_int4: bool = True) -> F32:
     """One product as the model computes it, for tests: x [rows, in] and a matrix in groups -> [rows, out]."""
 
+def matmul_super(
+    x: F32, kind: str, q: I8, d: U16, scale: I8, dmin: U16 | None, minimum: I8 | None, threads: int = 1
+) -> F32:
+    """The same for a matrix in super-blocks (weights/formats.py, Supers)."""
+
 def matmul_f32(x: F32, weight: F32, threads: int = 1) -> F32:
     """x [rows, in], weight [out, in] -> [rows, out]."""
+
+def matmul_16(x: F32, kind: str, weight: U16, threads: int = 1) -> F32:
+    """The same for the bits of weights of kind "f16" or "bf16"."""
 
 class Model:
     """Weights, KV cache and forward pass. ValueError: a bad argument; Full: no room; MemoryError: no memory."""
@@ -66,9 +75,14 @@ class Model:
         positions: int,
         rows: int,
         threads: int,
+        cache: str,
     ) -> None: ...
     def put_int8(self, name: str, q: I8, scale: F32, offset: F32 | None, inputs: int) -> None: ...
+    def put_super(
+        self, name: str, kind: str, q: I8, d: U16, scale: I8, dmin: U16 | None, minimum: I8 | None
+    ) -> None: ...
     def put_f32(self, name: str, weight: F32) -> None: ...
+    def put_16(self, name: str, kind: str, weight: U16) -> None: ...
     def put_packed(self, name: str, form: Sequence[int], data: NDArray[np.uint8]) -> None:
         """A matrix as `packed` gave it. Its bytes are not copied: they must not change while the model lives."""
 
@@ -102,6 +116,13 @@ class Model:
     def length(self, slot: int) -> int: ...
     def commit(self, slot: int, rows: Sequence[int]) -> None: ...
     def truncate(self, slot: int, length: int) -> None: ...
+    def fill_slot(self, slot: int, length: int) -> None:
+        """For benchmarks: makes an empty slot hold `length` positions of random keys and values."""
+
+    def cached(self, slot: int, layer: int) -> F32:
+        """For tests: keys and values of a slot's committed rows as attention reads them,
+        [2 * kv heads * length, head_dim]."""
+
     @property
     def threads(self) -> int: ...
     @property

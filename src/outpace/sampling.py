@@ -229,6 +229,7 @@ class Sampler:
         self._penalties = bool(
             opts.presence_penalty or opts.frequency_penalty or (opts.repetition_penalty or 1.0) != 1.0
         )
+        self._seen = self._ids("prompt", self._prompt_tokens, strict=False)  # each token of prompt and output once
 
     def _ids(self, name: str, ids: Iterable[int], *, strict: bool = True) -> I64:
         given = list(ids)
@@ -242,6 +243,8 @@ class Sampler:
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Emitted tokens become history."""
+        if self._penalties:
+            self._seen = self._with(tokens)
         self.output.extend(tokens)
         self._counts.update(tokens)
         if self.opts.constraint is not None:
@@ -295,14 +298,19 @@ class Sampler:
         counts = self._counts + Counter(ahead) if ahead else self._counts
         r = opts.repetition_penalty or 1.0
         if r != 1.0:
-            seen = np.array(list(self._prompt_tokens | counts.keys()), dtype=np.int64)
-            seen = seen[seen < len(row)]
+            seen = self._with(ahead)
             values = row[seen]
             row[seen] = np.where(values > 0, values / np.float32(r), values * np.float32(r))
         if counts and (opts.presence_penalty or opts.frequency_penalty):
             ids = np.fromiter(counts.keys(), dtype=np.int64, count=len(counts))
             n = np.fromiter(counts.values(), dtype=np.float32, count=len(counts))
             row[ids] -= np.float32(opts.frequency_penalty or 0.0) * n + np.float32(opts.presence_penalty or 0.0)
+
+    def _with(self, tokens: Sequence[int]) -> I64:
+        """The tokens seen so far and these, each once."""
+        known = (self._prompt_tokens, self._counts.keys())
+        new = {token for token in tokens if not any(token in ids for ids in known) and token < self.vocab_size}
+        return np.append(self._seen, np.array(list(new), dtype=np.int64)) if new else self._seen
 
     def _bad_word_ends(self, ahead: Sequence[int]) -> list[int]:
         if not self.opts.bad_words:

@@ -17,8 +17,10 @@ from . import verify
 from .backends.base import Backend, Rows
 from .backends.native import NativeBackend
 from .backends.reference import ReferenceBackend
+from .cache import CacheOption
 from .config import ModelConfig
 from .models.mtp import MtpHead
+from .models.quantise import Precision
 from .sampling import Noise, Sampler, Stream, distribution, fresh_seed
 from .slots import common_prefix
 from .types import F32, F64, CapacityError, Device, Distribution, Draft, SampleOpts, UsageError
@@ -84,15 +86,16 @@ class Qwen3Generator:
         weights: WeightMap,
         device: Device = Device.CPU,
         *,
-        precision: Literal["int8", "f32"] = "f32",
+        precision: Precision = "f32",
         backend: Literal["native", "reference"] = "native",
+        kv_cache: CacheOption = "auto",
     ) -> Qwen3Generator:
-        """Takes the model's tensors out of the map. Raises ModelError for missing or mis-shaped ones, UsageError for
-        a device that is not supported."""
+        """Takes the model's tensors out of the map. kv_cache: as `load`. Raises ModelError for missing or
+        mis-shaped ones, UsageError for a device that is not supported."""
         if device is not Device.CPU:
             raise UsageError(f"device {device!r} is not supported: use Device.CPU")
         kind = {"native": NativeBackend, "reference": ReferenceBackend}[backend]
-        return cls(kind(config, weights, precision=precision, slots=2))
+        return cls(kind(config, weights, precision=precision, slots=2, kv_cache=kv_cache))
 
     def config(self) -> ModelConfig:
         return self.backend.config

@@ -1,7 +1,7 @@
 """What a model will need of the machine's memory, told before it is loaded.
 
 Neighbours: native.py's own figures (`NativeBackend.memory`) are what this foretells, by the layouts that csrc/matrix.h
-and csrc/cache.h describe. The available memory is Linux's estimate, cut by control groups (cgroup v2 or v1).
+and csrc/kernels.h describe. The available memory is Linux's estimate, cut by control groups (cgroup v2 or v1).
 """
 
 from __future__ import annotations
@@ -10,25 +10,33 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..cache import CacheKind, CacheOption, cache_kind
 from ..config import ModelConfig
 from ..models.names import EMBEDDING, HEAD, expected_tensors, is_matrix
+from ..models.quantise import held_kind
 from ..types import CapacityError, size
 from ..weights.weight_map import WeightMap
 from .cgroups import OF, ROOT, control_groups
 
 OUTS, GROUP, BLOCK = 16, 32, 64  # outputs of a block, weights of a group, positions of a cache block
 ROWS = 512  # of a pass over a long prompt
+CHUNK, PARTIALS = 256, 1 << 22  # positions of a partial result of attention, and numbers of these kept at once
 LEAST_CONTEXT = 2048  # tokens of cache that must fit, when nothing is said about the context
-_FOUR_BITS = ("Q4_0", "Q4_1", "Q4_K")
-_OFFSETS = ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
-_WIDE_SCALES = ("Q4_K", "Q5_K")  # products of two numbers, which no float16 holds
+_FOUR_BITS = ("Q4_0", "Q4_1")
+_OFFSETS = ("Q4_1", "Q5_1")
+_WIDE_SCALES = ("IQ4_XS",)  # products of two numbers, which no float16 holds
+_FLOAT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+_SUPER_BITS = {"Q3_K": 4, "Q4_K": 4, "Q5_K": 5, "Q6_K": 6}
+_MINIMA = ("Q4_K", "Q5_K")
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes. precision: "int8" or "f32". cache: of one sequence of `context` tokens. activations: roughly."""
+    """Bytes. precision: "int8", "bf16" or "f32". kv_cache: "f32", "f16" or "q8". cache: of one sequence of `context`
+    tokens. activations: roughly."""
 
     precision: str
+    kv_cache: str
     context: int
     weights: int
     cache_per_token: int
@@ -40,35 +48,57 @@ class Memory:
         return self.weights + self.cache + self.activations
 
 
-def estimate(config: ModelConfig, weights: WeightMap, precision: str, context: int | None = None) -> Memory:
+def estimate(
+    config: ModelConfig,
+    weights: WeightMap,
+    precision: str,
+    context: int | None = None,
+    kv_cache: CacheOption = "auto",
+) -> Memory:
     """What the native backend will need for these tensors, none of which is decoded or taken.
 
-    context: tokens of one sequence, prompt and answer; the model's own limit by default.
+    context: tokens of one sequence, prompt and answer; the model's own limit by default. Raises UsageError for an
+    unknown kv_cache.
     """
-    return _estimate(config, {name: weights.kind(name) for name in weights}, precision, context)
+    kinds = {name: weights.kind(name) for name in weights}
+    return _estimate(config, kinds, precision, context, cache_kind(kv_cache, precision))
 
 
-def _estimate(config: ModelConfig, kinds: dict[str, str], precision: str, context: int | None) -> Memory:
+def _estimate(
+    config: ModelConfig, kinds: dict[str, str], precision: str, context: int | None, kv_cache: CacheKind
+) -> Memory:
     held = 0
     for name, shape in expected_tensors(config).items():
         if len(shape) == 1:
             held += 4 * shape[0]
-        elif precision == "f32" or not is_matrix(name, shape):
-            held += 4 * _ceil(shape[0], OUTS) * shape[1]
         else:
-            held += _group_bytes(kinds.get(name, "F32"), *shape)
+            kind = held_kind(kinds.get(name, "F32"), precision if is_matrix(name, shape) else "f32")
+            held += _block_bytes(kind, shape[1]) * _ceil(shape[0], OUTS) // OUTS
     context = config.max_position_embeddings if context is None else context
-    padded = _ceil(config.head_dim, 16)
-    per_token = 4 * config.num_hidden_layers * config.num_key_value_heads * (config.head_dim + padded)
-    return Memory(precision, context, held, per_token, per_token * _ceil(context, BLOCK), _activations(config, context))
+    per_token = config.num_hidden_layers * config.num_key_value_heads * _cached_bytes(config.head_dim, kv_cache)
+    cache = per_token * _ceil(context, BLOCK)
+    return Memory(precision, kv_cache, context, held, per_token, cache, _activations(config, context))
 
 
-def _group_bytes(kind: str, out: int, width: int) -> int:
-    """A matrix in groups: blocks of 16 outputs, each with its scales, offsets and weights."""
+def _cached_bytes(head_dim: int, kv_cache: CacheKind) -> int:
+    """A position's key and value of one KV head (HeadLayout in csrc/kernels.h)."""
+    padded = _ceil(head_dim, 16)
+    if kv_cache == "q8":
+        return 2 * (padded + 4 * _ceil(head_dim, GROUP) // GROUP)
+    return (2 if kv_cache == "f16" else 4) * (head_dim + padded)
+
+
+def _block_bytes(kind: str, width: int) -> int:
+    """A block of 16 outputs: weights, and the scales, offsets, factors and minima of a kind in groups."""
+    if kind in _FLOAT_BYTES:
+        return _FLOAT_BYTES[kind] * OUTS * width
     groups = _ceil(width, GROUP) // GROUP
-    scales = _ceil(groups * OUTS * (4 if kind in _WIDE_SCALES else 2), 64) * (2 if kind in _OFFSETS else 1)
-    bits = 4 if kind in _FOUR_BITS else 8
-    return (scales + groups * GROUP * OUTS * bits // 8) * (_ceil(out, OUTS) // OUTS)
+    weights = groups * GROUP * OUTS // 8  # at one bit
+    if kind in _SUPER_BITS:
+        factors = _ceil(groups // 8 * OUTS * 2, 64) * (2 if kind in _MINIMA else 1)
+        return factors + groups * 2 * OUTS + weights * _SUPER_BITS[kind]
+    scales = _ceil(groups, 2) * OUTS * (4 if kind in _WIDE_SCALES else 2) * (2 if kind in _OFFSETS else 1)
+    return scales + weights * (4 if kind in _FOUR_BITS else 8)
 
 
 def _activations(config: ModelConfig, context: int) -> int:
@@ -78,7 +108,8 @@ def _activations(config: ModelConfig, context: int) -> int:
     if config.num_experts:
         floats += config.num_experts_used * 2 * (config.hidden_size + config.expert_ffn_size)
     rounded = (config.hidden_size + config.q_proj_dim() + inner) // 2  # bytes and scales, in floats
-    return 4 * (min(ROWS, context) * (floats + rounded) + 2 * 17 * config.vocab_size)
+    partials = min(PARTIALS, min(ROWS, context) * config.q_proj_dim() * _ceil(context, CHUNK) // CHUNK)
+    return 4 * (min(ROWS, context) * (floats + rounded) + partials + 2 * 17 * config.vocab_size)
 
 
 def _ceil(value: int, step: int) -> int:
@@ -136,7 +167,14 @@ def _field(file: Path, name: str) -> int:
 # ------------------------------------------------------------------------------------------------------- refusing
 
 
-def check_fits(where: object, config: ModelConfig, weights: WeightMap, precision: str, context: int | None) -> None:
+def check_fits(
+    where: object,
+    config: ModelConfig,
+    weights: WeightMap,
+    precision: str,
+    context: int | None,
+    kv_cache: CacheOption = "auto",
+) -> None:
     """Raises CapacityError, saying how much is missing and what would fit, when weights and cache cannot be held.
 
     context: tokens that must fit; None: LEAST_CONTEXT of them, or the model's own limit where that is less.
@@ -147,17 +185,20 @@ def check_fits(where: object, config: ModelConfig, weights: WeightMap, precision
         return
     least = min(LEAST_CONTEXT, config.max_position_embeddings) if context is None else context
     kinds = {name: weights.kind(name) for name in weights}
-    need = _estimate(config, kinds, precision, least)
+    need = _estimate(config, kinds, precision, least, cache_kind(kv_cache, precision))
     if need.total <= available:
         return
+    offer = _what_fits(config, kinds, precision, least, kv_cache, available)
     raise CapacityError(
         f"{where} needs {size(need.total)} of memory (weights {size(need.weights)} in {precision}, cache "
-        f"{size(need.cache)} for {least} tokens, the rest for a pass), {size(available)} are available: "
-        f"{size(need.total - available)} are missing; {_what_fits(config, kinds, precision, least, available)}"
+        f"{size(need.cache)} for {least} tokens in {need.kv_cache}, the rest for a pass), {size(available)} are "
+        f"available: {size(need.total - available)} are missing; {offer}"
     )
 
 
-def _what_fits(config: ModelConfig, kinds: dict[str, str], precision: str, context: int, available: int) -> str:
+def _what_fits(
+    config: ModelConfig, kinds: dict[str, str], precision: str, context: int, kv_cache: CacheOption, available: int
+) -> str:
     four_bits = {name: "Q8_0" if name in (EMBEDDING, HEAD) else "Q4_0" for name in expected_tensors(config)}
     for what, to, how in (
         (kinds, precision, ""),
@@ -170,7 +211,7 @@ def _what_fits(config: ModelConfig, kinds: dict[str, str], precision: str, conte
         for tokens in (context >> shift for shift in range(0 if how else 1, 20)):
             if tokens < min(context, BLOCK):
                 break
-            if _estimate(config, what, to, tokens).total <= available:
+            if _estimate(config, what, to, tokens, cache_kind(kv_cache, to)).total <= available:
                 shorter = "" if tokens == context else f"--context {tokens}"
                 return " with ".join(filter(None, (how, shorter))) + " would fit"
     return "it does not fit in 4 bits either: use a smaller model"

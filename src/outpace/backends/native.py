@@ -10,16 +10,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
+from ..cache import CacheOption, cache_kind
 from ..config import ModelConfig
 from ..models.names import expected_tensors, is_matrix
-from ..models.quantise import quantise_weights
+from ..models.quantise import Precision, check_precision, held
 from ..models.rotary import rotary_frequencies
 from ..types import F32, CapacityError, ModelError, OutpaceError, RewindError, UsageError
 from ..weights.relaid import Part, Relaid
+from ..weights.tensor import Groups, Supers
 from ..weights.weight_map import WeightMap
 from .base import Capacity, Pass, Rows
 from .cores import usable_cores
@@ -31,7 +33,6 @@ except ImportError as error:
         f"outpace's native core is missing or damaged ({error}); build it with: pip install . (this needs g++)"
     ) from None
 
-Precision = Literal["int8", "f32"]
 STAGES = ("rest", "projections", "attention", "mlp", "head")  # as StageClock in csrc/measure.h
 T = TypeVar("T")
 
@@ -40,11 +41,14 @@ class NativeBackend:
     """A model on this machine's processor. Takes its tensors out of `weights` (canonical names, models/names.py).
 
     precision: "int8" holds matrices in groups of 32 (exactly, where the file's kind allows it; rounded otherwise) and
-    rounds activations to 8 bits; "f32" keeps everything in float32. slots: sequences at once. positions: tokens a slot
-    holds; the model's own limit by default. rows: rows a pass takes. threads: 1 to 256; None: as cores.py says. Memory
-    for the cache grows with use. The environment variable OUTPACE_ISA forces a kernel family (avx512vnni, avx2,
-    portable). relaid: where the weights are kept as the kernels read them; with "int8" they are mapped from there, or
-    written there for the next time. The results are the same, bit by bit.
+    rounds activations to 8 bits; "f32" keeps everything in float32; "bf16" holds matrices in 2 bytes a weight and
+    computes as "f32" does (models/quantise.py, held_kind). slots: sequences at once. positions: tokens a slot
+    holds; the model's own limit by default. rows: rows a pass takes. threads: 1 to 256; None: the usable cores. Memory
+    for the cache grows with use. kv_cache: how keys and values are held: "f32", "f16", "q8" (8 bits in groups of 32, a
+    quarter of f32's memory), or "auto": f32 with precision "f32", else f16. The environment variable OUTPACE_ISA forces
+    a kernel family (avx512vnni, avxvnni, avx2, neon, portable). relaid: where the weights are kept as the kernels read
+    them; but for "f32" they are mapped from there, or written there for the next time. The results are the same, bit by
+    bit.
 
     Raises UsageError for an argument out of range or a family that cannot run here, ModelError when a tensor is missing
     or has the wrong shape, CapacityError when memory does not suffice.
@@ -60,10 +64,11 @@ class NativeBackend:
         positions: int | None = None,
         rows: int = 512,
         threads: int | None = None,
+        kv_cache: CacheOption = "auto",
         relaid: Relaid | None = None,
     ) -> None:
-        if precision not in ("int8", "f32"):
-            raise UsageError(f"precision must be int8 or f32, got {precision!r}")
+        check_precision(precision)
+        self.kv_cache = cache_kind(kv_cache, precision)
         threads = usable_cores() if threads is None else threads
         positions = config.max_position_embeddings if positions is None else positions
         for name, value, most in (
@@ -104,15 +109,15 @@ class NativeBackend:
                 positions=positions,
                 rows=rows,
                 threads=threads,
+                cache=self.kv_cache,
             )
         )
         expected = expected_tensors(config)
-        relaid = relaid if precision == "int8" else None
-        layout = f"{_native.LAYOUT} {_native.unsigned_bytes()} {sys.byteorder} {config!r}"
+        relaid = None if precision == "f32" else relaid
+        layout = f"{_native.LAYOUT} {precision} {_native.unsigned_bytes()} {sys.byteorder} {config!r}"
         kept = relaid.read(layout) if relaid is not None else None
         if kept is not None and self._place(kept, expected):
-            for name in expected:
-                weights.take_tensor(name)
+            weights.clear()
             return
         for name, shape in expected.items():
             self._put(name, shape, weights, precision)
@@ -142,6 +147,10 @@ class NativeBackend:
     def time_stages(self, on: bool) -> dict[str, float]:
         """Starts (or ends) the timing of the stages of passes, from zero; returns each stage's seconds so far."""
         return dict(zip(STAGES, self._model.time_stages(on), strict=True))
+
+    def fill_slot(self, slot: int, length: int) -> None:
+        """For benchmarks: makes an empty slot hold `length` positions of random keys and values, in a moment."""
+        _guard(lambda: self._model.fill_slot(_index(slot), _index(length)))
 
     def new_slot(self) -> int:
         return _guard(self._model.new_slot)
@@ -226,16 +235,20 @@ class NativeBackend:
         if len(shape) == 1:
             vector = np.ascontiguousarray(tensor.f32())
             _guard(lambda: self._model.put_vector(name, vector))
-        elif precision == "f32" or not is_matrix(name, shape):
-            matrix = np.ascontiguousarray(tensor.f32())
+            return
+        weights_held = held(tensor, precision if is_matrix(name, shape) else "f32", name)
+        if isinstance(weights_held, Supers):
+            w = weights_held
+            _guard(lambda: self._model.put_super(name, w.kind, w.q, w.d, w.scale, w.dmin, w.minimum))
+        elif isinstance(weights_held, Groups):
+            g = weights_held
+            _guard(lambda: self._model.put_int8(name, g.q, g.scale, g.offset, shape[1]))
+        elif weights_held.kind == "F32":
+            matrix = weights_held.f32()
             _guard(lambda: self._model.put_f32(name, matrix))
         else:
-            groups = tensor.groups()
-            if groups is None:
-                groups = quantise_weights(tensor.f32(), name)
-            q, scale = np.ascontiguousarray(groups.q), np.ascontiguousarray(groups.scale)
-            offset = None if groups.offset is None else np.ascontiguousarray(groups.offset)
-            _guard(lambda: self._model.put_int8(name, q, scale, offset, shape[1]))
+            kind, halves = weights_held.kind.lower(), weights_held.halves()
+            _guard(lambda: self._model.put_16(name, kind, halves))
 
 
 def _guard(call: Callable[[], T]) -> T:

@@ -6,27 +6,25 @@ Neighbours: base.py is the contract, models/decoder.py computes a row, cache.py 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
 
-from ..cache import KVCache
+from ..cache import CacheOption, KVCache, cache_kind
 from ..config import ModelConfig
 from ..models.decoder import Decoder
 from ..models.names import expected_tensors, is_matrix
-from ..models.quantise import FloatMatrix, GroupMatrix, Matrix, quantise_weights
+from ..models.quantise import Matrix, Precision, check_precision, matrix, new_cache
 from ..types import F32, I64, CapacityError, ModelError, UsageError
 from ..weights.weight_map import WeightMap
 from .base import Capacity, Pass, Rows
-
-Precision = Literal["f32", "int8"]
 
 
 class ReferenceBackend:
     """A model on the oracle. Takes its tensors out of `weights` (canonical names, models/names.py).
 
     precision: "f32" decodes every tensor; "int8" holds matrices in groups of 32 (exactly, where the file's kind allows
-    it) and rounds activations (models/quantise.py). positions: rows a slot holds; the model's own limit by default.
+    it) and rounds activations; "bf16" rounds F32 and FP8 matrices to bfloat16 (models/quantise.py). positions: rows a
+    slot holds; the model's own limit by default. kv_cache: as NativeBackend's.
     Raises ModelError when a tensor is missing or has the wrong shape.
     """
 
@@ -39,9 +37,10 @@ class ReferenceBackend:
         slots: int = 8,
         positions: int | None = None,
         rows: int = 4096,
+        kv_cache: CacheOption = "auto",
     ) -> None:
-        if precision not in ("f32", "int8"):
-            raise UsageError(f"precision must be f32 or int8, got {precision!r}")
+        check_precision(precision)
+        self.kv_cache = cache_kind(kv_cache, precision)
         if positions is not None and positions < 1:
             raise UsageError(f"positions must be at least 1, got {positions}")
         self.config = config
@@ -52,7 +51,7 @@ class ReferenceBackend:
         self._parents: dict[int, list[int]] = {}  # of each slot's pending rows
 
     def new_slot(self) -> int:
-        return self._open(KVCache(self.config, self.capacity.positions))
+        return self._open(new_cache(self.config, self.capacity.positions, self.kv_cache))
 
     def free_slot(self, slot: int) -> None:
         self._slot(slot)
@@ -157,11 +156,8 @@ def take_weights(
             raise ModelError(f"tensor {name} has shape {list(tensor.shape)}, expected {list(shape)}")
         if len(shape) == 1:
             vectors[name] = tensor.f32()
-        elif precision == "int8" and is_matrix(name, shape):
-            groups = tensor.groups()
-            matrices[name] = GroupMatrix(quantise_weights(tensor.f32(), name) if groups is None else groups, shape[1])
         else:
-            matrices[name] = FloatMatrix(tensor.f32())
+            matrices[name] = matrix(tensor, precision if is_matrix(name, shape) else "f32", name)
     return matrices, vectors
 
 

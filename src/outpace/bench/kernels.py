@@ -25,6 +25,7 @@ ROWS = range(1, 17)
 PROMPTS = (64, 512)
 CONTEXTS = (0, 1024, 4096)
 SPLIT_ROWS = (1, 8)
+VERIFIED = 8  # rows of a pass that verifies, where contexts are compared
 CONTEXT_OF_ROWS = 32  # committed tokens when row counts are compared: attention is small, as in the roofline
 BIG_BUFFER = 1 << 30  # bytes; more than the last cache of nearly all processors
 SMALL_BUFFER = 1 << 20
@@ -37,12 +38,11 @@ def measure_kernels(
     *,
     contexts: Sequence[int] = CONTEXTS,
     seconds: float = 12.0,
-    patience: float = 40.0,
     progress: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """Measures a model that nobody else uses meanwhile. It needs a free slot more than there are contexts,
     passes of 16 rows or more and room for the contexts. seconds: for comparing row counts; the rest takes about
-    twice that. patience: a context is left out when filling it would take more seconds.
+    twice that. Contexts are filled with random keys and values, which attention takes as long for as for a text's.
 
     Returns what can be written as JSON:
 
@@ -60,7 +60,9 @@ def measure_kernels(
     stages_ms         row count -> stage -> mean milliseconds of a pass: projections (norm, q, k, v, o, rotation),
                       attention (over the cache), mlp, head, rest
     layers            how many layers the stages sum over
+    kv_cache          how the cache is held
     decode            context -> tokens a second of plain decoding, one row a pass, no sampling
+    verify            context -> median milliseconds of a pass of 8 rows over that of one row
     prefill           tokens -> tokens a second of a prompt read in one pass
     left_out          why a figure is missing, one line each
 
@@ -87,7 +89,8 @@ def measure_kernels(
     fit = [n for n in PROMPTS if n <= min(capacity.rows, capacity.positions)]
     found["prefill"] = _prefill(target, fit, seconds / 2)
     progress("long contexts")
-    found["decode"] = _decode(target, contexts, seconds / 2, patience, found)
+    found["kv_cache"] = target.kv_cache
+    found |= _contexts(target, contexts, seconds / 2, found["left_out"])
     return found
 
 
@@ -208,31 +211,33 @@ def _prefill(target: NativeBackend, counts: Sequence[int], seconds: float) -> di
     return {n: n / statistics.median(times[n]) for n in counts}
 
 
-def _decode(
-    target: NativeBackend, contexts: Sequence[int], seconds: float, patience: float, found: dict[str, Any]
-) -> dict[int, float]:
-    speed = max(found["prefill"].values(), default=1.0)
-    fit = []
-    for context in sorted(set(contexts)):
-        if context >= target.capacity.positions:
-            found["left_out"].append(f"context {context}: the model was opened for {target.capacity.positions}")
-        elif context / speed > patience:
-            found["left_out"].append(f"context {context}: filling it would take {context / speed:.0f} seconds")
-        else:
-            fit.append(context)
-    # The longest is read once; the others are its beginnings, and all are measured in turns.
+def _contexts(
+    target: NativeBackend, contexts: Sequence[int], seconds: float, left_out: list[str]
+) -> dict[str, dict[int, float]]:
+    most = target.capacity.positions - VERIFIED
+    fit = [context for context in sorted(set(contexts)) if context <= most]
+    left_out += [f"context {n}: the model was opened for {most + VERIFIED}" for n in sorted(set(contexts) - set(fit))]
+    # The longest is filled once; the others are its beginnings, and all are measured in turns.
     longest = target.new_slot()
-    read_prompt(target, longest, tokens(target, max(fit, default=0)))
+    target.fill_slot(longest, max(fit, default=0))
     slots = {context: target.fork_slot(longest) for context in fit}
     for context, slot in slots.items():
         target.truncate(slot, context)
-    token = tokens(target, 1)
     times = in_turns(
-        ((context, partial(target.forward, [Rows(slot, token)])) for context, slot in slots.items()), seconds
+        (
+            ((context, rows), partial(target.forward, [Rows(slot, tokens(target, rows))]))
+            for context, slot in slots.items()
+            for rows in (1, VERIFIED)
+        ),
+        seconds,
     )
     for slot in (longest, *slots.values()):
         target.free_slot(slot)
-    return {context: 1 / statistics.median(times[context]) for context in fit}
+    median = {key: statistics.median(of) for key, of in times.items()}
+    return {
+        "decode": {context: 1 / median[context, 1] for context in fit},
+        "verify": {context: median[context, VERIFIED] / median[context, 1] for context in fit},
+    }
 
 
 def _operations(target: NativeBackend, rows: int) -> float | None:

@@ -13,7 +13,7 @@ import numpy as np
 from ..config import ModelConfig
 from ..models.names import expected_tensors
 from ..types import ModelError, UsageError
-from ..weights.formats import KINDS
+from ..weights.formats import KINDS, round_bfloat16
 from ..weights.tensor import Tensor
 from ..weights.weight_map import WeightMap
 
@@ -53,6 +53,18 @@ SHAPES = {
     "qwen3-4b": _qwen3(2560, 9728, 36, 32),
 }
 KIND_OF_BITS = {8: "Q8_0", 4: "Q4_0"}
+# Kinds of random weights, and where the float16 scales of a block lie; a float's blocks are scales and nothing else.
+SCALES_AT: dict[str, tuple[int, ...]] = {
+    "Q8_0": (0,),
+    "Q4_0": (0,),
+    "Q4_1": (0, 2),
+    "Q3_K": (108,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+    "F16": (0,),
+    "BF16": (0,),
+}
 
 
 def shape(name: str) -> ModelConfig:
@@ -62,12 +74,24 @@ def shape(name: str) -> ModelConfig:
     return SHAPES[name]
 
 
-def random_weights(config: ModelConfig, bits: int) -> WeightMap:
-    """Every tensor that the configuration demands: matrices of random bytes (all of them, embedding and head too, at
-    `bits` 8 or 4), vectors of ones. Raises UsageError for other bits."""
-    if bits not in KIND_OF_BITS:
-        raise UsageError(f"bits must be 8 or 4, got {bits!r}")
-    return _RandomWeights(config, KIND_OF_BITS[bits])
+def random_weights(config: ModelConfig, kind: str | int) -> WeightMap:
+    """Every tensor that the configuration demands: matrices of random bytes (all of them, embedding and head too) of
+    `kind`, a name in SCALES_AT or the bits of KIND_OF_BITS; vectors of ones. Raises UsageError for other kinds, and
+    where the shape's rows are no whole blocks."""
+    if isinstance(kind, int):
+        if kind not in KIND_OF_BITS:
+            raise UsageError(f"bits must be 8 or 4, got {kind!r}")
+        kind = KIND_OF_BITS[kind]
+    kind = kind.upper()
+    if kind not in SCALES_AT:
+        raise UsageError(f"kind must be one of {', '.join(SCALES_AT).lower()}, got {kind.lower()!r}")
+    for name, shape in expected_tensors(config).items():
+        if len(shape) == 2 and shape[1] % KINDS[kind].block:
+            raise UsageError(
+                f"this shape has no {kind} form: rows of {name} have {shape[1]} weights, no multiple of "
+                f"{KINDS[kind].block}"
+            )
+    return _RandomWeights(config, kind)
 
 
 class _RandomWeights(WeightMap):
@@ -78,8 +102,10 @@ class _RandomWeights(WeightMap):
         size = KINDS[kind].size
         # Blocks of a float16 scale and random weights; a large matrix repeats them, which no kernel can notice.
         blocks = np.random.default_rng(0).integers(0, 256, (1 << 14, size), dtype=np.uint8)
-        scales = np.float16(1e-3) * np.linspace(0.5, 1.5, len(blocks), dtype=np.float16)
-        blocks[:, :2] = scales.astype("<f2").view(np.uint8).reshape(-1, 2)
+        scales = np.float32(1e-3) * np.linspace(0.5, 1.5, len(blocks), dtype=np.float32)
+        bits = round_bfloat16(scales) if kind == "BF16" else scales.astype("<f2").view(np.uint16)
+        for at in SCALES_AT[kind]:
+            blocks[:, at : at + 2] = bits.view(np.uint8).reshape(-1, 2)
         self._blocks = blocks
 
     def take_tensor(self, name: str) -> Tensor:

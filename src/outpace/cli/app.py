@@ -16,7 +16,7 @@ from .command import command, say
 from .generate import generate
 from .manage import info, models, pull, rm
 from .quantize import quantize
-from .quick import PlainValues, leave, prepare
+from .quick import PlainValues, leave
 
 
 class PlainFlags:
@@ -100,7 +100,6 @@ def _options(
 
 def main() -> None:
     """Runs the command line and ends the process: 0, 1 failure, 2 wrong usage, 130 Ctrl-C, 141 nobody reads."""
-    prepare()
     # A descriptor that the caller closed is no stream at all: then nothing is read and nobody sees what is written.
     sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115 (as long-lived as the process)
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,6 +14,9 @@ from .terminal import note, show
 
 if TYPE_CHECKING:
     from ..backends.native import NativeBackend
+    from ..models.quantise import Precision
+
+MARGIN = 1024  # tokens beyond the longest context: room for prompts and rows
 
 
 def kernels(
@@ -26,11 +29,18 @@ def kernels(
         typer.Option(help="In place of a model: qwen3-0.6b, qwen3-1.7b, qwen3-4b or smollm2-135m, random weights."),
     ] = None,
     bits: Annotated[int | None, typer.Option(help="Of the random weights: 8 or 4.", show_default="8")] = None,
+    kind: Annotated[
+        str | None,
+        typer.Option(help="Of the random weights, in place of --bits: q8_0, q4_0, q4_1, q3_k ... q6_k, f16 or bf16."),
+    ] = None,
     context: Annotated[
         list[int] | None,
-        typer.Option(help="Measure decoding after N tokens. Repeatable.", show_default="0, 1024, 4096"),
+        typer.Option(
+            help="Measure decoding after N tokens (random keys and values). Repeatable.", show_default="0, 1024, 4096"
+        ),
     ] = None,
-    threads: Annotated[int | None, typer.Option(help="Threads; all cores by default.")] = None,
+    kv_cache: Annotated[str, typer.Option(help="How keys and values are held: auto, f32, f16 or q8.")] = "auto",
+    threads: Annotated[int | None, typer.Option(help="Threads; by default one for each fast core.")] = None,
     seconds: Annotated[
         float, typer.Option(help="Time for comparing row counts; the rest takes about twice that.")
     ] = 12,
@@ -42,23 +52,23 @@ def kernels(
 
     if shape is not None and model is not None:
         raise UsageError("name a model or a --shape, not both")
-    if bits is not None and shape is None:
-        raise UsageError("--bits goes with --shape: a model has the bits of its file")
+    if (bits, kind) != (None, None) and shape is None:
+        raise UsageError("--bits and --kind go with --shape: a model has the kinds of its file")
+    if bits is not None and kind is not None:
+        raise UsageError("give --bits or --kind, not both")
     if not 0 < seconds <= 3600:
         raise UsageError(f"--seconds must be above 0 and at most 3600, got {seconds:g}")
     contexts = CONTEXTS if context is None else tuple(context)
     if any(n < 0 for n in contexts):
         raise UsageError("--context cannot be negative")
     quiet = as_json or not sys.stderr.isatty()
-    label, target = open_target(model, shape, bits or 8, contexts, threads, quiet=quiet)
+    label, target = open_target(model, shape, kind or bits or 8, contexts, threads, kv_cache, quiet=quiet)
 
     def progress(text: str) -> None:
         if not quiet:
             note(f"{text} ...")
 
-    # What was asked for is measured, however long it takes to fill.
-    patience = {} if context is None else {"patience": math.inf}
-    found = measure_kernels(target, contexts=contexts, seconds=seconds, progress=progress, **patience)
+    found = measure_kernels(target, contexts=contexts, seconds=seconds, progress=progress)
     found = {"model": label, **found}
     if as_json:
         show(json.dumps(found) + "\n")
@@ -67,9 +77,16 @@ def kernels(
 
 
 def open_target(
-    model: str | None, shape: str | None, bits: int, contexts: tuple[int, ...], threads: int | None, *, quiet: bool
+    model: str | None,
+    shape: str | None,
+    kind: str | int,
+    contexts: tuple[int, ...],
+    threads: int | None,
+    kv_cache: str,
+    *,
+    quiet: bool,
 ) -> tuple[str, NativeBackend]:
-    """What to call it, and the model, opened for these contexts. Raises what loading raises."""
+    """What to call it, and the model, opened for these contexts; a shape takes any. Raises what loading raises."""
     from .. import hub
     from ..backends.native import NativeBackend
     from ..bench import shapes
@@ -77,14 +94,25 @@ def open_target(
 
     if shape is not None:
         config = shapes.shape(shape)
-        label, weights = f"{shape}, {bits} bits, random weights", shapes.random_weights(config, bits)
+        positions = max(config.max_position_embeddings, max(contexts, default=0) + MARGIN)
+        config = replace(config, max_position_embeddings=positions)
+        label = f"{shape}, {f'{kind} bits' if isinstance(kind, int) else kind.lower()}, random weights"
+        weights = shapes.random_weights(config, kind)
+        precision: Precision = "bf16" if isinstance(kind, str) and kind.lower() in ("f16", "bf16") else "int8"
     else:
         label = model or DEFAULT_MODEL
         loaded = load_model(hub.resolve(label, progress=not quiet))
-        config, weights = loaded.config, loaded.weights
-    positions = min(config.max_position_embeddings, max(contexts, default=0) + 1024)
-    slots = len(contexts) + 2
-    return label, NativeBackend(config, weights, slots=slots, positions=positions, threads=threads)
+        config, weights, precision = loaded.config, loaded.weights, "int8"
+    positions = min(config.max_position_embeddings, max(contexts, default=0) + MARGIN)
+    return label, NativeBackend(
+        config,
+        weights,
+        precision=precision,
+        slots=len(contexts) + 2,
+        positions=positions,
+        threads=threads,
+        kv_cache=kv_cache,  # type: ignore[arg-type]  # the backend checks it
+    )
 
 
 def print_report(found: dict[str, Any]) -> None:
@@ -151,9 +179,14 @@ def print_report(found: dict[str, Any]) -> None:
         ],
         console,
     )
-    speeds = [[f"decoding at {n}", f"{speed:.1f}"] for n, speed in sorted(found["decode"].items())]
-    speeds += [[f"prompt of {n}", f"{speed:.0f}"] for n, speed in sorted(found["prefill"].items())]
-    table("tokens a second", ["", "tokens/s"], speeds, console)
+    table(
+        f"decoding after a context, cache in {found['kv_cache']}",
+        ["tokens", "tokens/s", "8 rows over one"],
+        [[str(n), f"{speed:.1f}", f"{found['verify'][n]:.2f}"] for n, speed in sorted(found["decode"].items())],
+        console,
+    )
+    prompts = [[str(n), f"{speed:.0f}"] for n, speed in sorted(found["prefill"].items())]
+    table("reading a prompt", ["tokens", "tokens/s"], prompts, console)
     for text in found["left_out"]:
         note(text)
 

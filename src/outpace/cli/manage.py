@@ -64,21 +64,22 @@ def rm(name: Annotated[str, typer.Argument(help="The name that `outpace models` 
 def info(
     model: Annotated[str, typer.Argument(help="A name, a folder or a .gguf file.")],
     *,
-    precision: Annotated[str, typer.Option(help="Tell the memory for this arithmetic: int8 or f32.")] = "int8",
+    precision: Annotated[str, typer.Option(help="Tell the memory for this arithmetic: int8, bf16 or f32.")] = "int8",
     context: Annotated[int | None, typer.Option(help="... and for this many tokens, prompt and answer.")] = None,
+    kv_cache: Annotated[str, typer.Option(help="... held as auto, f32, f16 or q8.")] = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Shows what a model is: architecture, parameters, kinds of tensors, sizes, and what memory it needs."""
     from .. import hub
     from ..models.loading import load_model
+    from ..models.quantise import check_precision
     from ..types import UsageError, size
 
-    if precision not in ("int8", "f32"):
-        raise UsageError(f"precision must be int8 or f32, got {precision!r}")
+    check_precision(precision)
     loaded = load_model(hub.resolve(model, download=False))
     if context is not None and not 1 <= context <= loaded.config.max_position_embeddings:
         raise UsageError(f"context must be in 1 .. {loaded.config.max_position_embeddings}, got {context}")
-    facts = describe(loaded) | {"memory": memory(loaded, precision, context)}
+    facts = describe(loaded) | {"memory": memory(loaded, precision, context, kv_cache)}
     if as_json:
         show(json.dumps(facts, indent=2) + "\n")
         return
@@ -122,13 +123,15 @@ def describe(loaded: LoadedModel) -> dict[str, Any]:
     return facts
 
 
-def memory(loaded: LoadedModel, precision: str, context: int | None) -> dict[str, Any]:
+def memory(loaded: LoadedModel, precision: str, context: int | None, kv_cache: str) -> dict[str, Any]:
     """What the loaded model will hold, in bytes, and whether this machine has it (None: not known)."""
     from ..backends.memory import available_memory, estimate
 
-    need, available = estimate(loaded.config, loaded.weights, precision, context), available_memory()
+    need = estimate(loaded.config, loaded.weights, precision, context, kv_cache)  # type: ignore[arg-type]
+    available = available_memory()
     return {
         "precision": precision,
+        "kv_cache": need.kv_cache,
         "context": need.context,
         "weights": need.weights,
         "cache_per_token": need.cache_per_token,
@@ -146,8 +149,9 @@ def memory_line(need: dict[str, Any]) -> str:
 
     fits = {None: "", True: ", fits", False: f": {size(need['total'] - (need['available'] or 0))} are missing"}
     available = "" if need["available"] is None else f"; {size(need['available'])} are available"
+    cache = f"cache {size(need['cache'])} in {need['kv_cache']}"
     return (
-        f"{size(need['total'])} in {need['precision']}: weights {size(need['weights'])}, cache {size(need['cache'])} "
-        f"for {need['context']} tokens ({size(need['cache_per_token'])} each), a pass {size(need['activations'])}"
+        f"{size(need['total'])} in {need['precision']}: weights {size(need['weights'])}, {cache} for {need['context']} "
+        f"tokens ({size(need['cache_per_token'])} each), a pass {size(need['activations'])}"
         f"{available}{fits[need['fits']]}"
     )

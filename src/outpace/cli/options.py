@@ -76,9 +76,12 @@ class Model:
     draft_model: Annotated[str | None, _model("A small model with the same vocabulary that guesses ahead.")] = None
     draft_tokens: Annotated[int | None, _model("Guess always this many tokens (0 to 15).", metavar="K")] = None
     no_speculation: Annotated[bool, _model("Plain decoding: the same tokens, one a pass.", "--no-speculation")] = False
-    precision: Annotated[str, _model("Arithmetic: int8 or f32.")] = "int8"
+    precision: Annotated[str, _model("Arithmetic: int8, bf16 (weights of 2 bytes) or f32.")] = "int8"
     context: Annotated[int | None, _model("Tokens that prompt and answer may have; saves memory.")] = None
-    threads: Annotated[int | None, _model("Threads; all cores by default.")] = None
+    kv_cache: Annotated[
+        str, _model("How past keys and values are held: auto, f32, f16 or q8 (least memory, long contexts faster).")
+    ] = "auto"
+    threads: Annotated[int | None, _model("Threads; by default one for each fast core.")] = None
     no_cache: Annotated[
         bool, _model("Neither use nor keep the weights as they are laid out for this machine.", "--no-cache")
     ] = False
@@ -101,6 +104,7 @@ class Model:
             draft_model=self.draft_model,
             draft_tokens=self.draft_tokens,
             context=self.context,
+            kv_cache=self.kv_cache,  # type: ignore[arg-type]
             slots=1,
             threads=self.threads,
             cache=not self.no_cache,

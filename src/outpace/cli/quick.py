@@ -1,9 +1,9 @@
 """What makes the command line start, and end, quickly.
 
-Neighbours: app.py uses it. Measured on the way to the first token: newer typers check values with pydantic, whose
-import takes as long as NumPy's; OpenBLAS starts threads that the native core never uses; Python's garbage collector
-walks through a vocabulary's hundred thousand strings again and again while they are being read, and at the end each of
-them is let go singly.
+Neighbours: the package calls `prepare` before anything else, app.py the rest. Measured on the way to the first token:
+newer typers check values with pydantic, whose import takes as long as NumPy's; OpenBLAS starts threads that the native
+core never uses; Python's garbage collector looks through all modules dozens of times while they are imported, and
+through a vocabulary's hundred thousand strings while they are read; at the end each of them is let go singly.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 
 def prepare() -> None:
-    """Settings for a process that runs one command; before anything imports NumPy."""
+    """Settings for a process that runs one command; before anything else is imported."""
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # whoever wants NumPy's products faster says so
     gc.set_threshold(200_000)
 

@@ -78,8 +78,9 @@ class Decoder:
         window = config.window(layer)
         keys, values = cache.read(layer, sees if window is None else sees[-window:])  # [K, n, D]
         # Query head a reads key-value head a // (A / K).
-        queries = _rotate(q, cos, sin).reshape(config.num_key_value_heads, -1, config.head_dim)  # [K, A / K, D]
-        scores = np.matmul(queries, keys.transpose(0, 2, 1)) * np.float32(config.head_dim**-0.5)  # [K, A / K, n]
+        queries = cache.query(_rotate(q, cos, sin) * np.float32(config.head_dim**-0.5))
+        queries = queries.reshape(config.num_key_value_heads, -1, config.head_dim)  # [K, A / K, D]
+        scores = np.matmul(queries, keys.transpose(0, 2, 1))  # [K, A / K, n]
         mixed = np.matmul(_softmax(scores), values)
         return self._linear(prefix + "o_proj", mixed.reshape(-1))
 

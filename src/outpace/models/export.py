@@ -190,7 +190,7 @@ def _kind(name: str, shape: tuple[int, ...], to: Target) -> str:
 
 def _rounded_twice(source: str, target: str) -> bool:
     """Whether the source was quantised and its values change once more."""
-    return source.startswith(("Q", "F8")) and target not in ("F32", source)
+    return source.startswith(("Q", "IQ", "F8")) and target not in ("F32", source)
 
 
 class _Counter:

@@ -8,7 +8,7 @@ named, sliced and, in llama GGUF files, put back in order.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ..config import ModelConfig, RopeScaling
-from ..types import ModelError, UsageError
+from ..types import I64, ModelError, UsageError
 from ..weights.gguf import GGUFFile
 from ..weights.safetensors import read_safetensors
 from ..weights.tensor import Tensor
@@ -164,7 +164,17 @@ def _load_gguf(path: Path) -> LoadedModel:
                 raise ModelError(f"{path}: tensor {name[:120]!r} is there twice, under two names")
             named[canonical] = part
     check_tensors(config, named, str(path))
-    return LoadedModel(config, WeightMap(named), path, "gguf", metadata=file.metadata)
+    return LoadedModel(config, WeightMap(named, _orders(config, named)), path, "gguf", metadata=file.metadata)
+
+
+def _orders(config: ModelConfig, names: Iterable[str]) -> dict[str, I64]:
+    """llama GGUF files hold the rows of q and k in another order than the checkpoints do."""
+    if config.architecture != "llama":
+        return {}
+    q, k = (half_split_order(n, config.head_dim) for n in (config.num_attention_heads, config.num_key_value_heads))
+    part = {"self_attn.q_proj": q, "self_attn.k_proj": k}
+    split = {name: name.rsplit(".", 1)[0].split(".", 3)[-1] for name in names}
+    return {name: part[which] for name, which in split.items() if which in part}
 
 
 def _with_rope_factors(config: ModelConfig, tensor: Tensor) -> ModelConfig:
@@ -194,8 +204,4 @@ def _canonical(config: ModelConfig, name: str, tensor: Tensor) -> Iterator[tuple
         return
     if part == "ffn_gate_inp_shexp" and tensor.shape == (config.hidden_size,):
         tensor = replace(tensor, shape=(1, config.hidden_size))
-    if config.architecture == "llama" and part in ("attn_q", "attn_k"):
-        heads = config.num_attention_heads if part == "attn_q" else config.num_key_value_heads
-        if tensor.shape[0] == heads * config.head_dim:
-            tensor = tensor.select(half_split_order(heads, config.head_dim))
     yield f"{prefix}{BLOCK[part]}.{kind}", tensor

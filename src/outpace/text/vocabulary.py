@@ -8,9 +8,9 @@ the pre-tokenizers the split patterns in the tokenizer.json of each model family
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import repeat
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -43,7 +43,8 @@ class Vocabulary:
     """A byte-level BPE vocabulary, checked.
 
     tokens: by id. types: NORMAL and so on, by id. ids: token -> id. merges: "a b", the earliest first. normalizer (or
-    None), splitter, ignore_merges: as `splitters`.
+    None), splitter, ignore_merges: as `splitters`. control: ids of control tokens. added: ids of tokens that are
+    recognised as a whole wherever they are written, control tokens and the user's own.
     """
 
     tokens: list[str]
@@ -53,16 +54,8 @@ class Vocabulary:
     normalizer: Any
     splitter: Any
     ignore_merges: bool
-
-    @property
-    def control(self) -> frozenset[int]:
-        """Ids of control tokens."""
-        return frozenset(i for i, kind in enumerate(self.types) if kind in (CONTROL, UNKNOWN))
-
-    @property
-    def added(self) -> frozenset[int]:
-        """Ids of tokens that are recognised as a whole wherever they are written: control tokens and the user's own."""
-        return self.control.union(i for i, kind in enumerate(self.types) if kind == USER_DEFINED)
+    control: frozenset[int]
+    added: frozenset[int]
 
     def build(self) -> Tokenizer:
         """The library's tokenizer of this vocabulary."""
@@ -100,8 +93,11 @@ def read_vocabulary(metadata: Mapping[str, Any]) -> Vocabulary:
     if "" in ids:
         raise ModelError(f"tokenizer.ggml.tokens: token {ids['']} is empty")
     normalizer, splitter, ignore_merges = splitters(metadata.get("tokenizer.ggml.pre"))
-    _check_merges(ids, merges)
-    return Vocabulary(tokens, types, ids, merges, normalizer, splitter, ignore_merges)
+    _check_merges(tokens, ids, merges)
+    unusual = [(i, kind) for i, kind in enumerate(types) if kind != NORMAL]
+    control = frozenset(i for i, kind in unusual if kind in (CONTROL, UNKNOWN))
+    added = control.union(i for i, kind in unusual if kind == USER_DEFINED)
+    return Vocabulary(tokens, types, ids, merges, normalizer, splitter, ignore_merges, control, added)
 
 
 def splitters(pre: object) -> tuple[Any, Any, bool]:
@@ -171,12 +167,22 @@ def _types(metadata: Mapping[str, Any], count: int) -> list[int]:
     return list(values)
 
 
-def _check_merges(ids: Mapping[str, int], merges: Sequence[str]) -> None:
+def _check_merges(tokens: Sequence[str], ids: Mapping[str, int], merges: Sequence[str]) -> None:
     """Every merge must be two tokens whose union is one."""
-    known = ids.__contains__
-    once = all(map((1).__eq__, map(str.count, merges, repeat(" "))))
-    parts = " ".join(merges).split(" ") if merges else []
-    if not (once and all(map(known, parts)) and all(map(known, map(str.replace, merges, repeat(" "), repeat(""))))):
+    if not merges:
+        return
+    lines = "\n".join(merges)
+    unions = lines.replace(" ", "")
+    # A trained vocabulary holds the unions in the order of the merges: then one comparison tells.
+    first = ids.get(merges[0].replace(" ", ""), 0)
+    fine = (
+        lines.count(" ") == len(merges)
+        and lines.count("\n") == len(merges) - 1
+        and not re.search(" [^\n]* ", lines)  # so there is one in each
+        and ids.keys() >= set(lines.replace("\n", " ").split(" "))
+        and (unions == "\n".join(tokens[first : first + len(merges)]) or ids.keys() >= set(unions.split("\n")))
+    )
+    if not fine:
         for i, merge in enumerate(merges):
             _check_merge(ids, i, merge)
 

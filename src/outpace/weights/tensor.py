@@ -7,6 +7,7 @@ files; weight_map.py hands them out by name. Nothing is decoded before it is ask
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..types import F32, I64, ModelError, UsageError
-from .formats import CHUNK, GROUP, KINDS, Groups, Kind
+from .formats import CHUNK, KINDS, U16, Groups, Kind, Supers
 
-__all__ = ["Groups", "Tensor"]
+__all__ = ["Groups", "Supers", "Tensor"]
 
 SCALE_BLOCK = 128  # rows and columns that share one scale in FP8 checkpoints with block scales
 MAX_VALUES = 1 << 48  # larger shapes are damage: they would overflow size arithmetic elsewhere
@@ -120,26 +121,43 @@ class Tensor:
 
     def groups(self) -> Groups | None:
         """The exact group-of-32 form of a 2-D tensor, None where the kind has no exact one (F32, BF16, Q6_K, ...)."""
-        form = self._form
-        if form.parts is None or len(self.shape) != 2:
+        if self._form.parts is None or len(self.shape) != 2:
             return None
-        blocks = self.data.reshape(-1, form.size)
-        per_block = form.block // GROUP
-        q = np.empty((len(blocks), per_block, GROUP), dtype=np.int8)
-        scale = np.empty((len(blocks), per_block), dtype=np.float32)
-        offset: F32 | None = None
-        step = CHUNK // form.block
-        for at in range(0, len(blocks), step):
-            part = slice(at, at + step)
-            scale[part], q[part], offset_part = form.parts(blocks[part])
-            if offset_part is not None:
-                offset = np.empty_like(scale) if offset is None else offset
-                offset[part] = offset_part
-        out, width = self.shape
-        grouped = (out, width // GROUP)
-        return Groups(
-            q.reshape(self.shape), scale.reshape(grouped), None if offset is None else offset.reshape(grouped)
-        )
+        scale, q, offset = self._taken_apart(self._form.parts)
+        return Groups(q, scale, offset)
+
+    def supers(self) -> Supers | None:
+        """The super-blocks of a 2-D tensor of a kind that has them (Q4_K, Q6_K, ...), None otherwise."""
+        if self._form.supers is None or len(self.shape) != 2:
+            return None
+        q, d, scale, dmin, minimum = self._taken_apart(self._form.supers)
+        return Supers(self.kind.lower(), q, d, scale, dmin, minimum)
+
+    def halves(self) -> U16:
+        """The bits of an F16 or BF16 tensor's values, of `shape`, without copying where memory's order allows it.
+
+        Raises UsageError for other kinds.
+        """
+        if self.kind not in ("F16", "BF16"):
+            raise UsageError(f"a tensor of kind {self.kind} has no values of 2 bytes")
+        return np.require(self.data.view("<u2"), np.uint16, ["C", "A"]).reshape(self.shape)
+
+    def _taken_apart(self, decode: Callable[[NDArray[np.uint8]], Any]) -> list[Any]:
+        """decode(blocks) for all blocks, some at a time: its arrays [blocks, ...] as [out, the rest], None as None."""
+        blocks = self.data.reshape(-1, self._form.size)
+        step = CHUNK // self._form.block
+        whole: list[Any] = []
+        for at in range(0, max(1, len(blocks)), step):
+            parts = decode(blocks[at : at + step])
+            if not whole:
+                whole = [
+                    None if part is None else np.empty((len(blocks), *part.shape[1:]), part.dtype) for part in parts
+                ]
+            for to, part in zip(whole, parts, strict=True):
+                if part is not None:
+                    to[at : at + step] = part
+        out, per_row = self.shape[0], self.shape[1] // self._form.block
+        return [None if a is None else a.reshape(out, per_row * math.prod(a.shape[1:])) for a in whole]
 
     def select(self, rows: I64) -> Tensor:
         """The rows (first axis) in this order, without decoding them; rows that follow each other are not copied.

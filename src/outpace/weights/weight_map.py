@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..types import F32, ModelError, UsageError
+from ..types import F32, I64, ModelError, UsageError
 from .gguf import GGUFFile
 from .safetensors import read_safetensors
 from .tensor import Tensor
@@ -24,8 +24,10 @@ from .tensor import Tensor
 class WeightMap:
     """Name -> tensor, decoded only when taken."""
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], orders: Mapping[str, I64] | None = None) -> None:
+        """orders: permutations of some tensors' rows, carried out when the tensor is taken."""
         self._tensors = dict(tensors)
+        self._orders = dict(orders or {})
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, NDArray[Any] | tuple[Any, tuple[int, ...]]]) -> WeightMap:
@@ -63,7 +65,13 @@ class WeightMap:
             close = difflib.get_close_matches(name, self._tensors, n=3, cutoff=0.6)
             hint = f"the closest are {', '.join(close)}" if close else f"the model has {len(self)} others, none close"
             raise ModelError(f"tensor {name!r} is missing from the weights; {hint}")
-        return self._tensors.pop(name)
+        tensor, order = self._tensors.pop(name), self._orders.pop(name, None)
+        return tensor if order is None else tensor.select(order)
+
+    def clear(self) -> None:
+        """Removes all tensors, untouched."""
+        self._tensors.clear()
+        self._orders.clear()
 
     def put(self, name: str, tensor: Tensor) -> None:
         """Adds a tensor. Raises ModelError when the name is taken."""
