@@ -19,6 +19,7 @@ LAYERS = (
     ("config", "text", "sampling", "verify", "controller", "hub"),
     ("weights", "cache"),
     ("models",),
+    ("heads",),
     ("backends",),
     ("slots",),
     ("drafters",),
