@@ -15,6 +15,7 @@ from typing import Any
 from ..config import ModelConfig
 from ..config_fields import BIG, Reader, check_int, show
 from ..models.gguf_names import BLOCK, half_split_order
+from ..models.loading import split_fused_experts, with_rope_factors
 from ..types import ModelError
 from ..weights.tensor import Tensor
 
@@ -255,8 +256,6 @@ def one_full_layer(layers: ModelConfig) -> ModelConfig:
 
 def _experts(tensors: dict[str, Tensor], layers: ModelConfig) -> dict[str, Tensor]:
     """transformers' fused experts as one matrix an expert; other shapes stay, to be reported."""
-    from ..models.loading import split_fused_experts
-
     if layers.num_experts:
         split_fused_experts(one_full_layer(layers), tensors)
     return tensors
@@ -302,8 +301,6 @@ def _gguf_eagle3(metadata: Mapping[str, Any], tensors: Mapping[str, Tensor], tar
     factors = [rest.pop(name) for name in ("rope_freqs.weight", "blk.0.rope_freqs.weight") if name in rest]
     layers = ModelConfig.from_gguf(as_llama, {name: tensor.shape for name, tensor in rest.items()})
     if factors:
-        from ..models.loading import with_rope_factors
-
         layers = with_rope_factors(layers, factors[0])
     layers = replace(layers, tie_word_embeddings=False)
     named = {}
