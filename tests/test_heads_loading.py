@@ -212,15 +212,6 @@ def test_conventions_may_be_said(tmp_path: Path) -> None:
         load_head(folder, TARGET, conventions={"d2t": "absolute", "norm_output": "x"})
 
 
-def test_sizes_a_file_is_silent_about_are_transformers_defaults() -> None:
-    transformers = pytest.importorskip("transformers")
-    from outpace.heads.formats import _SILENT
-
-    for kind, values in _SILENT.items():
-        theirs = transformers.AutoConfig.for_model(kind)
-        assert {name: getattr(theirs, name) for name in values} == values
-
-
 # ------------------------------------------------------------------------------------------------------------ fuzz
 
 

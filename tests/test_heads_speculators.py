@@ -211,3 +211,13 @@ def test_blocks_equal_speculators(name: str, tmp_path: Path, monkeypatch: pytest
             if config.confidence != "none":
                 logit = caught["confidence"].view(anchors, -1)[anchor, i + skip]
                 np.testing.assert_allclose(guess.confidence, torch.sigmoid(logit), atol=1e-5)
+
+
+def test_sizes_a_file_is_silent_about_are_transformers_defaults() -> None:
+    import transformers
+
+    from outpace.heads.formats import _SILENT
+
+    for kind, values in _SILENT.items():
+        theirs = transformers.AutoConfig.for_model(kind)
+        assert {name: getattr(theirs, name) for name in values} == values

@@ -35,6 +35,7 @@ _SILENT = {
         "num_attention_heads": 32, "max_position_embeddings": 2048,
     },
 }  # fmt: skip
+HEAD_PREFIXES = ("mtp.", "model.mtp_layers.")  # tensors of a head inside a safetensors model
 _MARKOV = {"vanilla": "vanilla", "gated": "gated", "rnn": "rnn"}
 
 
@@ -323,14 +324,28 @@ def _gguf_eagle3(metadata: Mapping[str, Any], tensors: Mapping[str, Tensor], tar
     return found
 
 
+def nextn_layer(metadata: Mapping[str, Any]) -> tuple[int, Mapping[str, Any]]:
+    """The number of the model's layers in GGUF metadata, which is the index of a nextn head's, and the metadata of the
+    model without it; the very same metadata where there is none."""
+    name = Reader(metadata).text("general.architecture", "")
+    read = Reader(metadata, name + ".")
+    count, blocks = read.integer("nextn_predict_layers", 0), read.integer("block_count", field="num_hidden_layers")
+    if count == 0:
+        return blocks, metadata
+    if count >= blocks:
+        raise ModelError(f"{name}.nextn_predict_layers {count} leaves none of the {blocks} layers to the model")
+    changed = {f"{name}.block_count": blocks - count, f"{name}.nextn_predict_layers": 0}
+    return blocks - count, {**metadata, **changed}
+
+
 def _gguf_nextn(name: str, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ModelConfig) -> Found:
     if name not in ("qwen3", "qwen3moe", "qwen2", "qwen2moe"):
         raise ModelError(f"nextn heads of GGUF architecture {show(name)} are not supported; supported: qwen3, qwen2")
     read = Reader(metadata, name + ".")
-    count, blocks = read.integer("nextn_predict_layers", 1), read.integer("block_count", field="num_hidden_layers")
+    count = read.integer("nextn_predict_layers", 0)
     if count != 1:
         raise ModelError(f"{name}.nextn_predict_layers {count} is not supported; supported: 1")
-    layer = blocks - 1
+    layer, _ = nextn_layer(metadata)
     named: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
         prefix = f"blk.{layer}."

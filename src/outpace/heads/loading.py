@@ -24,7 +24,7 @@ from ..weights.safetensors import read_safetensors
 from ..weights.tensor import Tensor
 from ..weights.weight_map import WeightMap
 from .config import HeadConfig, head_tensors
-from .formats import Found, read_gguf, read_head
+from .formats import HEAD_PREFIXES, Found, nextn_layer, read_gguf, read_head
 
 CONVENTIONS = (  # what public files leave open, so that a caller may say it
     "taps", "d2t", "norm_output", "norm_before_residual", "concat", "sample_from_anchor", "sliding_window_non_causal",
@@ -37,13 +37,14 @@ class LoadedHead:
     """A head ready for a drafter, which takes the tensors out of `weights`.
 
     weights: by the names of config.head_tensors, undecoded. d2t: int64 [draft vocabulary], ascending target ids, None
-    where the vocabularies are the same. origins: convention -> where its value is from. bytes: what the head's own
-    tensors take.
+    where the vocabularies are the same; d2t_in_file: whether the file counts it as "offset" (from the draft id) or
+    "absolute". origins: convention -> where its value is from. bytes: what the head's own tensors take.
     """
 
     config: HeadConfig
     weights: WeightMap
     d2t: I64 | None
+    d2t_in_file: str
     path: Path
     format: str
     origins: Mapping[str, str]
@@ -69,6 +70,28 @@ def load_head(path: str | Path, target: ModelConfig, *, conventions: Mapping[str
     except ModelError as error:
         text = str(error)
         raise ModelError(text if text.startswith(str(path)) else f"{path}: {text}") from None
+
+
+def open_target(path: str | Path) -> tuple[ModelConfig, dict[str, Tensor]]:
+    """The configuration and tensors, by the file's names, of a model that may have a head inside; without the head's.
+
+    For a head's sake alone: nothing is checked, see models/loading.py. Raises UsageError for a path that is not there,
+    ModelError for a configuration that is not supported.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise UsageError(f"{path}: no such file or folder")
+    if path.is_dir() and not (path / "config.json").is_file() and len(files := sorted(path.glob("*.gguf"))) == 1:
+        path = files[0]
+    if path.suffix.lower() != ".gguf":
+        config = ModelConfig.from_hf(path)
+        tensors = read_safetensors(path)
+        return config, {name: tensor for name, tensor in tensors.items() if not name.startswith(HEAD_PREFIXES)}
+    file = GGUFFile.open(path)
+    layers, metadata = nextn_layer(file.metadata)
+    inside = f"blk.{layers}." if metadata is not file.metadata else "\0"
+    tensors = {name: tensor for name, tensor in file.tensors.items() if not name.startswith(inside)}
+    return ModelConfig.from_gguf(metadata, {name: tensor.shape for name, tensor in tensors.items()}), tensors
 
 
 def shared_tensors(head: LoadedHead, target: WeightMap, config: ModelConfig) -> dict[str, F32]:
@@ -114,12 +137,14 @@ def assemble(found: Found, target: ModelConfig, wanted: Mapping[str, Any], path:
         raise ModelError(f"tensors do not fit the {found.format} head: {wrong}")
     ids = _draft_ids(config, found.d2t, d2t, t2d)
     if ids is not None:
-        found.origins["d2t"] = "asked for" if "d2t" in wanted else f"default of {found.format}: {found.d2t}"
+        found.origins["d2t"] = "asked for" if "d2t" in wanted else f"default of {found.format}"
     for name, tensor in tensors.items():
         if len(tensor.shape) == 1 and not np.isfinite(tensor.f32()).all():
             raise ModelError(f"tensor {name} holds values that are not finite")
     size = sum(tensor.nbytes for tensor in tensors.values())
-    return LoadedHead(config, WeightMap(tensors), ids, path, found.format, found.origins, size, tuple(notices))
+    return LoadedHead(
+        config, WeightMap(tensors), ids, found.d2t, path, found.format, found.origins, size, tuple(notices)
+    )
 
 
 def _read(path: Path, target: ModelConfig) -> Found:
