@@ -1,4 +1,4 @@
-"""How heads compute, against restatements of their own, and what their caches promise. See test_heads_speculators.py."""
+"""How heads compute, against restatements of their own, and what their caches promise."""
 
 from __future__ import annotations
 

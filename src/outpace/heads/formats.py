@@ -138,12 +138,11 @@ def _dflash(data: Mapping[str, Any], tensors: Mapping[str, Tensor], target: Mode
     """z-lab and SpecForge (fields in dflash_config), DeepSpec (flat): qwen3 layers."""
     deepspec = "qwen3dsparkmodel" in known or "qwen3dflashmodel" in known
     maker = "DeepSpec" if deepspec else "SpecForge" if "dspark" in known else "z-lab"
-    flat = _plain(data)
-    if flat.get("model_type") not in ("llama", "qwen2"):
-        flat["model_type"] = "qwen3"  # the layers are Qwen3's, whatever the class that wrote them is called
     merged = {**_object(data, "dflash_config"), **data}
     dspark = Reader(merged).integer("markov_rank", 0) > 0 or ("dspark" in known and not deepspec)
-    found = Found(f"{maker} {'DSpark' if dspark else 'DFlash'}", _layers(flat, "config.json"), _named(tensors), {})
+    found = Found(
+        f"{maker} {'DSpark' if dspark else 'DFlash'}", _layers(_as_qwen3(data), "config.json"), _named(tensors), {}
+    )
     _taps(found, merged, "target_layer_ids", "outputs", maker)
     _dflash_fields(found, merged, sample=deepspec or dspark)
     return found
@@ -151,7 +150,9 @@ def _dflash(data: Mapping[str, Any], tensors: Mapping[str, Tensor], target: Mode
 
 def _speculators_dflash(data: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ModelConfig) -> Found:
     dspark = data["speculators_model_type"] == "dspark"
-    found = Found(f"speculators {'DSpark' if dspark else 'DFlash'}", _nested_layers(data), _named(tensors), {})
+    found = Found(
+        f"speculators {'DSpark' if dspark else 'DFlash'}", _nested_layers(data, qwen3=True), _named(tensors), {}
+    )
     _taps(found, data, "aux_hidden_state_layer_ids", "inputs", "speculators and vLLM")
     if dspark:
         data = {
@@ -164,8 +165,6 @@ def _speculators_dflash(data: Mapping[str, Any], tensors: Mapping[str, Tensor], 
 
 def _dflash_fields(found: Found, data: Mapping[str, Any], sample: bool) -> None:
     read = Reader(data)
-    if not found.layers.qk_norm:
-        raise ModelError(f"DFlash layers of type {found.layers.architecture} are not supported; supported: qwen3")
     found.fields |= {
         "algorithm": "dflash",
         "draft_vocab_size": read.integer("draft_vocab_size", found.layers.vocab_size, field="vocab_size"),
@@ -376,12 +375,22 @@ def _layers(data: Mapping[str, Any], where: str) -> ModelConfig:
         ) from None
 
 
-def _nested_layers(data: Mapping[str, Any]) -> ModelConfig:
-    """speculators' transformer_layer_config."""
+def _nested_layers(data: Mapping[str, Any], qwen3: bool = False) -> ModelConfig:
+    """speculators' transformer_layer_config; qwen3: as `_as_qwen3`."""
     nested = _object(data, "transformer_layer_config")
     kind = nested.get("model_type", "qwen3")
     silent = _SILENT.get(kind, {}) if isinstance(kind, str) else {}
-    return _layers({**silent, "model_type": kind, **nested}, "transformer_layer_config")
+    full = {**silent, "model_type": kind, **nested}
+    return _layers(_as_qwen3(full) if qwen3 else full, "transformer_layer_config")
+
+
+def _as_qwen3(data: Mapping[str, Any]) -> dict[str, Any]:
+    """DFlash layers are Qwen3's, whatever the class is called whose sizes they borrow."""
+    read = Reader(data)
+    changed: dict[str, Any] = _plain(data) | {"model_type": "qwen3"}
+    if read.get("head_dim") is None and read.get("model_type") not in (None, "qwen3"):
+        changed["head_dim"] = read.integer("hidden_size") // max(read.integer("num_attention_heads"), 1)
+    return changed
 
 
 def _plain(data: Mapping[str, Any]) -> dict[str, Any]:
