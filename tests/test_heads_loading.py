@@ -205,7 +205,11 @@ def test_conventions_may_be_said(tmp_path: Path) -> None:
     assert np.array_equal(loaded.d2t, D2T)
     assert (loaded.config.taps, loaded.config.norm_output) == ((0, 2, 3), True)
     assert {loaded.origins[name] for name in said} == {"asked for"}
-    for wrong, text in (({"other": 1}, "'other' is not known"), ({"d2t": "x"}, "offset or absolute")):
+    for wrong, text in (
+        ({"other": 1}, "'other' is not known"),
+        ({"taps": 3}, "taps must be a list"),
+        ({"d2t": "x"}, "offset or absolute"),
+    ):
         with pytest.raises(UsageError, match=text):
             load_head(folder, TARGET, conventions=wrong)
     with pytest.raises(ModelError, match="norm_output must be true or false"):

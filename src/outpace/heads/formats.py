@@ -149,7 +149,7 @@ def _dflash(data: Mapping[str, Any], tensors: Mapping[str, Tensor], target: Mode
 
 
 def _speculators_dflash(data: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ModelConfig) -> Found:
-    dspark = data["speculators_model_type"] == "dspark"
+    dspark = data["speculators_model_type"].lower() == "dspark"
     found = Found(
         f"speculators {'DSpark' if dspark else 'DFlash'}", _nested_layers(data, qwen3=True), _named(tensors), {}
     )

@@ -117,8 +117,10 @@ def assemble(found: Found, target: ModelConfig, wanted: Mapping[str, Any], path:
             if value not in ("offset", "absolute"):
                 raise UsageError(f"d2t must be offset or absolute, got {show(value)}")
             found.d2t = value
-        else:
-            found.settle(name, tuple(value) if name == "taps" else value, "asked for")
+            continue
+        if name == "taps" and not isinstance(value, (list, tuple)):
+            raise UsageError(f"taps must be a list of layers, got {show(value)}")
+        found.settle(name, tuple(value) if name == "taps" else value, "asked for")
     tensors = found.tensors
     notices = [f"{name}: left out, the target's own is used" for name in _LEFT_BY_TRAINERS if name in tensors]
     for name in [*_LEFT_BY_TRAINERS, *(name for name in tensors if name.endswith(".rotary_emb.inv_freq"))]:
