@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 import tiny
-from outpace.config import ModelConfig
+from outpace.config import ModelConfig, RopeScaling
 from outpace.config_gguf import to_gguf
 from outpace.heads.config import HeadConfig, head_tensors
 from outpace.models.gguf_names import interleaved_order
@@ -64,6 +64,44 @@ HEADS: dict[str, HeadConfig] = {
         algorithm="mtp", layers=_QWEN3, taps=(7,), draft_vocab_size=67, norm_output=True, **_COMMON
     ),
 }  # fmt: skip
+
+
+# Heads that the classes of the speculators package can be. GOLDEN: the first three of their logits, by name.
+LLAMA3 = RopeScaling(
+    kind="llama3", factor=8.0, original_max_position_embeddings=64, low_freq_factor=1.0, high_freq_factor=4.0
+)
+EAGLE3 = {
+    "llama": HEADS["eagle3"],
+    "biases": HEADS["eagle3_bias"],
+    "qwen3": replace(HEADS["eagle3_qwen3"], taps=(0, 2, 4)),
+    "each tap normed": replace(HEADS["eagle3_qwen3"], taps=(0, 2, 4), feature_norm="each", norm_output=True),
+    "two layers": replace(HEADS["eagle3"], layers=replace(HEADS["eagle3"].layers, num_hidden_layers=2)),
+    "llama3 rope": replace(HEADS["eagle3"], layers=replace(HEADS["eagle3"].layers, rope_scaling=LLAMA3)),
+}
+_SLIDING = replace(
+    HEADS["dflash"].layers, use_sliding_window=True, sliding_window=3, max_window_layers=1
+)  # the second of two layers
+BLOCKS: dict[str, HeadConfig] = {
+    "DFlash": HEADS["dflash"],
+    "small vocabulary": HEADS["dflash_small"],
+    "from the anchor": replace(HEADS["dflash"], sample_from_anchor=True),
+    "causal window": replace(HEADS["dflash"], layers=_SLIDING),
+    "window both ways": replace(HEADS["dflash"], layers=_SLIDING, sliding_window_non_causal=True),
+    "DSpark": HEADS["dspark"],
+    "DSpark, from the second": replace(HEADS["dspark"], sample_from_anchor=False, confidence="hidden"),
+    "DSpark gated": replace(HEADS["dspark"], markov="gated"),
+    "DSpark recurrent": replace(HEADS["dspark"], markov="rnn"),
+    "DSpark recurrent, from the second": replace(HEADS["dspark"], markov="rnn", sample_from_anchor=False),
+    "DSpark small": replace(HEADS["dspark"], draft_vocab_size=15, own_lm_head=True, confidence="none"),
+}
+GOLDEN = json.loads((Path(__file__).parent / "heads_golden.json").read_text(encoding="utf-8"))
+TOKENS = 12
+
+
+def text(width: int, seed: int = 4) -> tuple[np.ndarray, list[int]]:
+    random = np.random.default_rng(seed)
+    features = random.standard_normal((TOKENS, width)).astype(np.float32)
+    return features, [int(t) for t in random.integers(0, 66, TOKENS)]
 
 
 def random_head(config: HeadConfig, seed: int = 0) -> Arrays:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from heads_files import D2T, HEADS, TARGET, TARGET_ARRAYS, d2t, gguf_eagle3, random_head
+from heads_files import BLOCKS, D2T, EAGLE3, GOLDEN, HEADS, TARGET, TARGET_ARRAYS, d2t, gguf_eagle3, random_head, text
 from outpace.heads.config import HeadConfig
 from outpace.heads.loading import load_head, open_target, shared_tensors
 from outpace.heads.reference import BlockHead, Head, Slots, make_head
@@ -22,16 +22,28 @@ def made(config: HeadConfig, seed: int = 0) -> Head:
     return make_head(config, shared | random_head(config, seed), d2t(config))
 
 
-def text(config: HeadConfig, count: int) -> tuple[np.ndarray, list[int]]:
+def words(config: HeadConfig, count: int) -> tuple[np.ndarray, list[int]]:
     random = np.random.default_rng(1)
     features = random.standard_normal((count, config.feature_width)).astype(np.float32)
     return features, [int(token) for token in random.integers(0, 66, count)]
 
 
+@pytest.mark.parametrize("name", [*EAGLE3, *BLOCKS])
+def test_drafts_are_those_of_the_speculators_package(name: str) -> None:
+    """Recorded: after four (eagle3) or before the fourth (blocks) of the words, which are also what is chosen."""
+    head = made((EAGLE3 | BLOCKS)[name])
+    features, tokens = text(head.config.feature_width)
+    cache = head.new_cache(16)
+    slots = head.extend(features[:4], tokens[:4] if name in EAGLE3 else tokens[1:5], cache)
+    forced = iter(tokens[4 if name in EAGLE3 else 5 :])
+    guesses = head.draft(slots, 4, lambda _: next(forced), cache)
+    np.testing.assert_allclose([guess.logits[:3] for guess in guesses], GOLDEN[name], atol=1e-4)
+
+
 @pytest.mark.parametrize("name", HEADS)
 def test_chunks_rollback_and_drafts_leave_the_same_bits(name: str) -> None:
     head = made(HEADS[name])
-    features, tokens = text(head.config, 9)
+    features, tokens = words(head.config, 9)
 
     def greedy(slots: Slots, cache: object) -> list[np.ndarray]:
         choose = lambda logits: head.target_id(int(np.argmax(logits)))  # noqa: E731
@@ -61,7 +73,7 @@ def test_the_order_of_the_pair_only_swaps_the_halves_of_fc() -> None:
     """MiMo's order, stated by the other one."""
     arrays = random_head(HEADS["mtp"])
     shared = {name: TARGET_ARRAYS[name] for name in ("model.embed_tokens.weight", "lm_head.weight")}
-    features, tokens = text(HEADS["mtp"], 4)
+    features, tokens = words(HEADS["mtp"], 4)
     first = make_head(HEADS["mtp"], shared | arrays)
     swapped = arrays | {"fc.weight": np.roll(arrays["fc.weight"], 64, axis=1)}
     second = make_head(HEADS["mtp_mimo"], shared | swapped)
@@ -76,7 +88,7 @@ def test_a_gguf_head_equals_a_restatement_of_its_graph(tmp_path: Path) -> None:
     config = HEADS["eagle3"]
     path = gguf_eagle3(tmp_path, config, random_head(config))
     w = {name: torch.tensor(t.f32()).double() for name, t in GGUFFile.open(path).tensors.items() if t.kind == "F32"}
-    features, tokens = text(config, 7)
+    features, tokens = words(config, 7)
     n, kv, dim = 7, 2, 16
 
     def norm(x: torch.Tensor, name: str) -> torch.Tensor:
@@ -112,7 +124,7 @@ def test_a_small_draft_vocabulary_may_use_the_targets_head() -> None:
     config = dataclasses.replace(HEADS["eagle3"], own_lm_head=False)
     arrays = random_head(config)
     shared = {name: TARGET_ARRAYS[name] for name in ("model.embed_tokens.weight", "lm_head.weight")}
-    features, tokens = text(config, 3)
+    features, tokens = words(config, 3)
     head = make_head(config, shared | arrays, D2T)
     rows = {"lm_head.weight": TARGET_ARRAYS["lm_head.weight"][D2T]}
     own = make_head(HEADS["eagle3"], shared | arrays | rows, D2T)
@@ -125,7 +137,7 @@ def test_the_rows_of_a_block_see_those_after_them() -> None:
     config = HEADS["dflash"]
     head = made(config)
     assert isinstance(head, BlockHead)
-    features, tokens = text(config, 5)
+    features, tokens = words(config, 5)
     cache = head.new_cache(9)
     head.extend(features, tokens, cache)
     whole, part = head.block(3, cache), head.block(3, cache, rows=2)

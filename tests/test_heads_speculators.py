@@ -19,19 +19,26 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("speculators")
 
-from heads_files import HEADS, TARGET_ARRAYS, random_head, speculators_dflash, speculators_eagle3, speculators_mtp
-from outpace.config import RopeScaling
-from outpace.heads.config import HeadConfig
+from heads_files import (
+    BLOCKS,
+    EAGLE3,
+    GOLDEN,
+    HEADS,
+    TARGET,
+    TARGET_ARRAYS,
+    TOKENS,
+    random_head,
+    speculators_dflash,
+    speculators_eagle3,
+    speculators_mtp,
+    text,
+)  # fmt: skip
 from outpace.heads.loading import load_head, shared_tensors
 from outpace.heads.reference import AutoregressiveHead, BlockHead, Slots, make_head
 from outpace.weights.weight_map import WeightMap
 
-TOKENS = 12
-
 
 def ours(folder: Path) -> AutoregressiveHead | BlockHead:
-    from heads_files import TARGET
-
     loaded = load_head(folder, TARGET)
     return make_head(loaded.config, shared_tensors(loaded, WeightMap.from_tensors(TARGET_ARRAYS), TARGET), loaded.d2t)
 
@@ -59,25 +66,6 @@ def hooked(model: Any) -> list[np.ndarray]:
     return seen
 
 
-def text(width: int, seed: int = 4) -> tuple[np.ndarray, list[int]]:
-    random = np.random.default_rng(seed)
-    features = random.standard_normal((TOKENS, width)).astype(np.float32)
-    return features, [int(t) for t in random.integers(0, 66, TOKENS)]
-
-
-LLAMA3 = RopeScaling(
-    kind="llama3", factor=8.0, original_max_position_embeddings=64, low_freq_factor=1.0, high_freq_factor=4.0
-)
-EAGLE3 = {
-    "llama": HEADS["eagle3"],
-    "biases": HEADS["eagle3_bias"],
-    "qwen3": replace(HEADS["eagle3_qwen3"], taps=(0, 2, 4)),
-    "each tap normed": replace(HEADS["eagle3_qwen3"], taps=(0, 2, 4), feature_norm="each", norm_output=True),
-    "two layers": replace(HEADS["eagle3"], layers=replace(HEADS["eagle3"].layers, num_hidden_layers=2)),
-    "llama3 rope": replace(HEADS["eagle3"], layers=replace(HEADS["eagle3"].layers, rope_scaling=LLAMA3)),
-}
-
-
 @pytest.mark.parametrize("name", EAGLE3)
 def test_eagle3_steps_equal_speculators(name: str, tmp_path: Path) -> None:
     from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
@@ -92,6 +80,7 @@ def test_eagle3_steps_equal_speculators(name: str, tmp_path: Path) -> None:
     with torch.no_grad():
         model(torch.tensor(features)[None], torch.tensor(tokens)[None], document, ttt_steps=steps)
 
+    np.testing.assert_allclose([list(seen[step][3][:3]) for step in range(steps)], GOLDEN[name], atol=1e-4)
     head = ours(tmp_path)
     cache = head.new_cache(64)
     slots = head.extend(features, tokens, cache)
@@ -147,24 +136,6 @@ def test_mtp_steps_equal_speculators(tmp_path: Path) -> None:
         features = slots.hidden
 
 
-_SLIDING = replace(
-    HEADS["dflash"].layers, use_sliding_window=True, sliding_window=3, max_window_layers=1
-)  # the second of two layers
-BLOCKS: dict[str, HeadConfig] = {
-    "DFlash": HEADS["dflash"],
-    "small vocabulary": HEADS["dflash_small"],
-    "from the anchor": replace(HEADS["dflash"], sample_from_anchor=True),
-    "causal window": replace(HEADS["dflash"], layers=_SLIDING),
-    "window both ways": replace(HEADS["dflash"], layers=_SLIDING, sliding_window_non_causal=True),
-    "DSpark": HEADS["dspark"],
-    "DSpark, from the second": replace(HEADS["dspark"], sample_from_anchor=False, confidence="hidden"),
-    "DSpark gated": replace(HEADS["dspark"], markov="gated"),
-    "DSpark recurrent": replace(HEADS["dspark"], markov="rnn"),
-    "DSpark recurrent, from the second": replace(HEADS["dspark"], markov="rnn", sample_from_anchor=False),
-    "DSpark small": replace(HEADS["dspark"], draft_vocab_size=15, own_lm_head=True, confidence="none"),
-}
-
-
 @pytest.mark.parametrize("name", BLOCKS)
 def test_blocks_equal_speculators(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
@@ -191,11 +162,12 @@ def test_blocks_equal_speculators(name: str, tmp_path: Path, monkeypatch: pytest
         )  # fmt: skip
     want = caught["logits"].view(anchors, config.block_size, -1).numpy()
 
+    skip = 0 if config.sample_from_anchor else 1
+    np.testing.assert_allclose(want[4, skip:, :3], GOLDEN[name], atol=1e-4)
     head = ours(tmp_path)
     assert isinstance(head, BlockHead)
     cache = head.new_cache(64)
     none = np.zeros((0, 0), dtype=np.float32)
-    skip = 0 if config.sample_from_anchor else 1
     # The context before an anchor is all features before it. Extended bit by bit, and rolled back to the first again.
     for anchor in (1, 4, anchors - 1, 1, 5):
         cache.truncate(min(cache.length, anchor))
