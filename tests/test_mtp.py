@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -135,10 +136,7 @@ def test_a_head_that_knows_the_model_is_accepted() -> None:
     # The head's own layer sees the whole text where the model's sees three tokens: give it the same window.
     config, arrays, extra = perfect()
     head = MtpHead.from_loader(config, WeightMap.from_tensors(arrays | extra))
-    head._layer.config = head._layer.config.__class__(
-        **{f: getattr(head._layer.config, f) for f in head._layer.config.__slots__}
-        | {"use_sliding_window": True, "max_window_layers": 0}
-    )
+    head.layers.config = replace(head.layers.config, use_sliding_window=True, max_window_layers=0)
     generator = Qwen3Generator(BACKENDS["reference-f32"](config, arrays))
     mtp = Qwen3MtpSpeculator(generator, head)
     context = [5, 1, 2, 3, 4]
@@ -168,8 +166,8 @@ def test_a_head_that_does_not_fit_is_refused_by_name() -> None:
     extra = mtp_arrays(config, arrays)
     for change, what in (
         ({"mtp.fc.weight": None}, "no multi-token-prediction head"),
-        ({"mtp.norm.weight": None}, "mtp.norm.weight"),
-        ({"mtp.norm.weight": np.ones(3, dtype=np.float32)}, "mtp.norm.weight has shape"),
+        ({"mtp.norm.weight": None}, "missing: model.norm.weight"),
+        ({"mtp.norm.weight": np.ones(3, dtype=np.float32)}, r"model.norm.weight \[3\] instead of \[64\]"),
         ({"mtp.other.weight": np.ones(3, dtype=np.float32)}, "mtp.other.weight"),
     ):
         tensors = {k: v for k, v in (arrays | extra | change).items() if v is not None}  # type: ignore[operator]

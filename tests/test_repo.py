@@ -20,6 +20,7 @@ LAYERS = (
     ("config", "text", "sampling", "verify", "evidence", "hub"),
     ("weights", "cache"),
     ("models",),
+    ("heads",),
     ("backends",),
     ("slots", "costs"),
     ("drafters", "controller"),
@@ -30,7 +31,7 @@ LAYERS = (
     ("cli",),
 )
 RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
-TEST_ONLY = {"torch", "transformers", "gguf", "safetensors", "scipy", "hypothesis", "pytest"}
+TEST_ONLY = {"speculators", "torch", "transformers", "gguf", "safetensors", "scipy", "hypothesis", "pytest"}
 
 
 def part_of(module: str) -> str:

@@ -11,7 +11,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from .api import Delta, LanguageModel, Result, load
     from .config import ModelConfig, Qwen3Config
-    from .models.mtp import MtpHead
+    from .heads.mtp import MtpHead
     from .speculator import (
         DraftProposal,
         Qwen3Generator,
@@ -45,7 +45,7 @@ _HOME = {
     "ModelConfig": "config",
     "Qwen3Config": "config",
     "DraftProposal": "speculator",
-    "MtpHead": "models.mtp",
+    "MtpHead": "heads.mtp",
     "Qwen3Generator": "speculator",
     "Qwen3MtpSpeculator": "speculator",
     "Qwen3Speculator": "speculator",

@@ -19,7 +19,7 @@ from .backends.native import NativeBackend
 from .backends.reference import ReferenceBackend
 from .cache import CacheOption
 from .config import ModelConfig
-from .models.mtp import MtpHead
+from .heads.mtp import MtpHead
 from .models.quantise import Precision
 from .sampling import Noise, Sampler, Stream, distribution, fresh_seed
 from .slots import common_prefix
@@ -276,9 +276,10 @@ class Qwen3MtpSpeculator(Qwen3Speculator):
         """Raises UsageError when the head belongs to a model of another size."""
         super().__init__(generator, opts)
         ours, its = generator.config(), head.config
-        if (ours.hidden_size, ours.vocab_size) != (its.hidden_size, its.vocab_size):
+        if (ours.hidden_size, ours.vocab_size) != (its.target_hidden_size, its.draft_vocab_size):
             raise UsageError(
-                f"the head is for a model of hidden size {its.hidden_size} and vocabulary {its.vocab_size}, "
+                f"the head is for a model of hidden size {its.target_hidden_size} and vocabulary "
+                f"{its.draft_vocab_size}, "
                 f"this one has {ours.hidden_size} and {ours.vocab_size}"
             )
         self.head = head

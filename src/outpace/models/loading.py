@@ -67,20 +67,24 @@ def load_model(path: str | Path) -> LoadedModel:
 
 def check_tensors(config: ModelConfig, tensors: Mapping[str, Tensor], where: str) -> None:
     """Raises one ModelError that names every missing, unknown and wrongly shaped tensor."""
-    expected = expected_tensors(config)
+    if found := mismatches(expected_tensors(config), tensors):
+        raise ModelError(f"{where}: tensors do not fit the {config.architecture} configuration: {found}")
+
+
+def mismatches(expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor]) -> str:
+    """What is missing, unknown or wrongly shaped among the tensors, as text with the first names of each; "" if none
+    is."""
     wrong = [
         f"{name} {list(tensors[name].shape)} instead of {list(shape)}"
         for name, shape in expected.items()
         if name in tensors and tensors[name].shape != shape
     ]
-    problems = [
+    problems = (
         _listing("missing", [name for name in expected if name not in tensors]),
         _listing("not known for this architecture", [name for name in tensors if name not in expected]),
         _listing("of the wrong shape", wrong),
-    ]
-    if any(problems):
-        found = "; ".join(filter(None, problems))
-        raise ModelError(f"{where}: tensors do not fit the {config.architecture} configuration: {found}")
+    )
+    return "; ".join(filter(None, problems))
 
 
 def _listing(what: str, names: list[str]) -> str:
@@ -98,7 +102,7 @@ def _load_folder(folder: Path) -> LoadedModel:
     tensors = read_safetensors(folder)
     # Old checkpoints store what rotary.py computes.
     tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(".rotary_emb.inv_freq")}
-    _split_fused_experts(config, tensors)
+    split_fused_experts(config, tensors)
     notices: list[str] = []
     if config.tie_word_embeddings and HEAD in tensors and not _settle_head(tensors):
         config = replace(config, tie_word_embeddings=False)
@@ -107,7 +111,7 @@ def _load_folder(folder: Path) -> LoadedModel:
     return LoadedModel(config, WeightMap(tensors), folder, "safetensors", notices=tuple(notices))
 
 
-def _split_fused_experts(config: ModelConfig, tensors: dict[str, Tensor]) -> None:
+def split_fused_experts(config: ModelConfig, tensors: dict[str, Tensor]) -> None:
     """mlp.experts.gate_up_proj [E, 2F, H] and mlp.experts.down_proj [E, H, F] become one matrix an expert."""
     inner = np.arange(config.expert_ffn_size)
     for layer in range(config.num_hidden_layers if config.num_experts else 0):
@@ -154,7 +158,7 @@ def _load_gguf(path: Path) -> LoadedModel:
     try:
         config = ModelConfig.from_gguf(file.metadata, {name: tensor.shape for name, tensor in tensors.items()})
         if ROPE_FACTORS in tensors:
-            config = _with_rope_factors(config, tensors.pop(ROPE_FACTORS))
+            config = with_rope_factors(config, tensors.pop(ROPE_FACTORS))
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from None
     named: dict[str, Tensor] = {}
@@ -177,7 +181,7 @@ def _orders(config: ModelConfig, names: Iterable[str]) -> dict[str, I64]:
     return {name: part[which] for name, which in split.items() if which in part}
 
 
-def _with_rope_factors(config: ModelConfig, tensor: Tensor) -> ModelConfig:
+def with_rope_factors(config: ModelConfig, tensor: Tensor) -> ModelConfig:
     """Llama 3's scaling, which GGUF stores as one divisor for each frequency."""
     if config.rope_scaling is not None:
         raise ModelError(f"{ROPE_FACTORS} together with {config.rope_scaling.kind} scaling is not supported")

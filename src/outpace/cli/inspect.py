@@ -1,0 +1,148 @@
+"""`outpace inspect`: what a learned draft head is, which conventions it is read by, and what a step of it reads."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .manage import AsJson, Offline
+from .terminal import note, show
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ..config import ModelConfig
+    from ..heads.loading import LoadedHead
+    from ..weights.tensor import Tensor
+
+_LM_HEADS = ("lm_head.weight", "output.weight")  # Hugging Face's name, GGUF's
+_EMBEDDINGS = ("model.embed_tokens.weight", "token_embd.weight")
+# Read for committed tokens only, or one row of it: no part of a draft step.
+_NOT_IN_A_STEP = ("model.embed_tokens.weight", "markov_w1.weight", "input_norm.weight")
+
+
+def inspect(
+    head: Annotated[str, typer.Argument(help="A folder, a .safetensors or .gguf file; or a model with a head inside.")],
+    *,
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="The model that it drafts for; not needed where it is inside.")
+    ] = None,
+    offline: Offline = False,
+    as_json: AsJson = False,
+) -> None:
+    """Shows what a learned draft head is: format, sizes, what it taps, and where each convention is from.
+
+    A head that does not fit the model is an error that says why.
+    """
+    from pathlib import Path
+
+    from .. import hub
+    from ..heads.loading import load_head, open_target
+    from ..types import ModelError, UsageError
+
+    path = Path(head)
+    if not path.exists():
+        path = hub.resolve(head, offline=offline)
+    if model is not None:
+        target, tensors = open_target(hub.resolve(model, offline=offline))
+    else:
+        try:
+            target, tensors = open_target(path)
+            inside = any(name in tensors for name in _EMBEDDINGS) and target.num_hidden_layers > 1
+        except ModelError:
+            inside = False
+        if not inside:
+            raise UsageError(f"{head}: say which model this head drafts for: --model NAME")
+    loaded = load_head(path, target)
+    facts = describe(loaded, target, tensors)
+    if as_json:
+        show(json.dumps(facts, indent=2) + "\n")
+        return
+    _show(facts)
+    for text in loaded.notices:
+        note(text)
+
+
+def describe(loaded: LoadedHead, target: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The facts about a head. tensors: the target's, by its file's names.
+
+    bytes: of the head's own tensors. step_bytes: what one draft step (dflash: one block) reads, the target's lm_head
+    included where the head has none. target_bytes: what a pass of the target reads, all experts of a mixture.
+    """
+    config = loaded.config
+    own = {name: loaded.weights.take_tensor(name) for name in loaded.weights.keys()}  # noqa: SIM118
+    left_out = _NOT_IN_A_STEP + (("fc.weight",) if config.algorithm != "mtp" else ())
+    step = sum(t.nbytes for name, t in own.items() if name not in left_out and not name.startswith("fc_norm."))
+    lm_head = next((name for name in (*_LM_HEADS, *_EMBEDDINGS) if name in tensors), None)
+    if lm_head is not None and not config.own_lm_head:
+        step += tensors[lm_head].nbytes * config.draft_vocab_size // target.vocab_size
+    reads = sum(t.nbytes for name, t in tensors.items() if name == lm_head or name not in _EMBEDDINGS)
+    layers = config.layers
+    sizes = {"block_size": config.block_size, "mask_token": config.mask_token} if config.most_drafts else {}
+    if config.markov != "none":
+        sizes |= {"markov": config.markov, "markov_rank": config.markov_rank}  # type: ignore[dict-item]
+    if config.confidence != "none":
+        sizes["confidence"] = config.confidence  # type: ignore[assignment]
+    conventions = {
+        name: {
+            "value": loaded.d2t_in_file if name == "d2t" else getattr(config, name),
+            "from": origin,
+        }
+        for name, origin in loaded.origins.items()
+    }
+    return {
+        "path": str(loaded.path),
+        "format": loaded.format,
+        "algorithm": config.algorithm,
+        "layers": layers.num_hidden_layers,
+        "layer_kind": layers.architecture,
+        "hidden": layers.hidden_size,
+        "heads": layers.num_attention_heads,
+        "kv_heads": layers.num_key_value_heads,
+        "head_dim": layers.head_dim,
+        "mlp": layers.intermediate_size,
+        "draft_vocabulary": config.draft_vocab_size,
+        **sizes,
+        "taps": [_tap(tap, target.num_hidden_layers) for tap in config.taps],
+        "own_embedding": config.own_embedding,
+        "own_lm_head": config.own_lm_head,
+        "target": {
+            "layers": target.num_hidden_layers,
+            "hidden": target.hidden_size,
+            "vocabulary": target.vocab_size,
+        },
+        "bytes": loaded.bytes,
+        "step_bytes": step,
+        "target_bytes": reads,
+        "share": round(step / reads, 4) if reads else None,
+        "conventions": conventions,
+    }
+
+
+def _tap(tap: int, layers: int) -> str:
+    return "the embedding" if tap == -1 else "the final norm" if tap == layers else f"the output of layer {tap}"
+
+
+def _show(facts: dict[str, Any]) -> None:
+    from ..types import size
+
+    shown = {name: value for name, value in facts.items() if name not in ("conventions", "share")}
+    shown["taps"] = ", ".join(facts["taps"])
+    shown["target"] = ", ".join(f"{value} {name}" for name, value in facts["target"].items())
+    for name in ("bytes", "step_bytes", "target_bytes"):
+        shown[name] = size(facts[name])
+    if facts["share"] is not None:
+        unit = "a block" if facts["algorithm"] == "dflash" else "a step"
+        shown["step_bytes"] += f" read by {unit}: {100 * facts['share']:.1f} % of a pass of the target"
+    for name in ("own_embedding", "own_lm_head"):
+        shown[name] = "yes" if facts[name] else "no, the target's"
+    width = max(map(len, shown))
+    for name, value in shown.items():
+        show(f"{name.replace('_', ' ').ljust(width)}  {value}\n")
+    show("conventions\n")
+    for name, entry in facts["conventions"].items():
+        value = entry["value"]
+        text = "yes" if value is True else "no" if value is False else value
+        show(f"  {name} = {list(text) if isinstance(text, tuple) else text}: {entry['from']}\n")
