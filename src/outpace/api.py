@@ -26,7 +26,15 @@ from .backends.reference import ReferenceBackend
 from .config import ModelConfig
 from .controller import MAX_DRAFT, Controller
 from .decode import Decoder, Request
-from .drafters import Drafter, DraftModelDrafter, NgramDrafter, SuffixDrafter
+from .drafters import (
+    DatastoreDrafter,
+    Drafter,
+    DraftModelDrafter,
+    LongestMatchDrafter,
+    NgramDrafter,
+    SuffixDrafter,
+)
+from .drafters.datastore import open_for
 from .engine import Engine
 from .models.loading import LoadedModel, load_model
 from .sampling import generation_defaults
@@ -38,7 +46,7 @@ from .weights.relaid import Relaid
 
 DEFAULT_MODEL = "smollm2-135m"
 Precision = Literal["int8", "f32"]
-DRAFTERS = ("auto", "draft_model", "ngram", "suffix", "none")
+DRAFTERS = ("auto", "draft_model", "ngram", "suffix", "datastore", "none")
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -83,6 +91,7 @@ def load(
     precision: Precision = "int8",
     draft: str = "auto",
     draft_model: str | Path | None = None,
+    datastore: str | Path | None = None,
     draft_tokens: int | None = None,
     context: int | None = None,
     slots: int = 16,
@@ -95,8 +104,9 @@ def load(
     """Loads a model: a built-in name, a Hugging Face id, a folder or a .gguf file.
 
     precision: "int8" keeps a quantised file's values and rounds others to 8 bits in groups of 32; "f32" computes in
-    float32. draft: "auto", "draft_model", "ngram", "suffix" or "none". draft_model: the model that drafts (implies
-    draft="draft_model"). draft_tokens: always draft this many (0 .. 15) instead of deciding by evidence.
+    float32. draft: "auto", "draft_model", "ngram", "suffix", "datastore" or "none". draft_model: the model that drafts
+    (implies draft="draft_model"). datastore: a file of `outpace index`, which "auto" uses beside the text itself and
+    "datastore" alone. draft_tokens: always draft this many (0 .. 15) instead of deciding by evidence.
     context: tokens a request may hold, prompt and answer; the model's own limit by default. slots: requests at once.
     backend: "native", or "reference" for the slow NumPy oracle. cache: keep the weights as the kernels read them on the
     disk (hub.relaid), so that the next load only maps them; the results are the same. offline, progress: as
@@ -110,6 +120,10 @@ def load(
         draft = "draft_model"
     if (draft == "draft_model") != (draft_model is not None):
         raise UsageError("draft='draft_model' and draft_model=NAME go together")
+    if datastore is not None and draft not in ("auto", "datastore"):
+        raise UsageError(f"a datastore goes with draft='auto' or 'datastore', not with {draft!r}")
+    if draft == "datastore" and datastore is None:
+        raise UsageError("draft='datastore' needs datastore=FILE, made by `outpace index`")
     if draft_tokens is not None and not (isinstance(draft_tokens, int) and 0 <= draft_tokens <= MAX_DRAFT):
         raise UsageError(f"draft_tokens must be in 0 .. {MAX_DRAFT}, got {draft_tokens!r}")
     if precision not in ("int8", "f32"):
@@ -148,6 +162,7 @@ def load(
 
     loaded = open_files(model)
     tokenizer = load_tokenizer(loaded)
+    corpus = None if datastore is None else DatastoreDrafter(open_for(datastore, tokenizer, str(model)))
     target = open_backend(loaded, context)
     if draft_model is not None:
         small = open_files(draft_model)
@@ -158,6 +173,8 @@ def load(
         drafter: Drafter | None = DraftModelDrafter(open_backend(small, positions))
     elif draft == "none":
         drafter = None
+    elif corpus is not None:
+        drafter = corpus if draft == "datastore" else LongestMatchDrafter([SuffixDrafter(), corpus])
     else:
         # Without a learned head, the text itself is the best source: the suffix automaton finds what n-grams find.
         drafter = NgramDrafter() if draft == "ngram" else SuffixDrafter()

@@ -14,6 +14,7 @@ from .bench import kernels
 from .chat import chat
 from .command import command, say
 from .generate import generate
+from .index import index
 from .manage import info, models, pull, rm
 from .quantize import quantize
 from .quick import PlainValues, leave, prepare
@@ -55,7 +56,7 @@ class Commands(PlainFlags, TyperGroup):
             sys.exit(2)
 
 
-COMMANDS = {function.__name__: function for function in (generate, chat, pull, models, rm, info, quantize)}
+COMMANDS = {function.__name__: function for function in (generate, chat, pull, models, rm, info, quantize, index)}
 BENCH = {function.__name__: function for function in (kernels,)}  # outpace bench NAME
 NAMES = (*COMMANDS, "bench")
 

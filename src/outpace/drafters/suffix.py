@@ -100,12 +100,20 @@ class SuffixDrafter:
     def propose(self, wanted: Sequence[tuple[State, int]]) -> list[Draft]:
         return [Draft(self._continuation(state, n), source=self.name) for state, n in wanted]
 
+    def matched(self, state: State) -> int:
+        """How many of the text's last tokens occurred before; 0 where they are too few to say anything."""
+        length = self._automaton(state).match_length
+        return length if length >= self.shortest else 0
+
     def _continuation(self, state: State, n: int) -> tuple[int, ...]:
+        return self._automaton(state).continuation(min(n, int(self.matched(state) * self.reach)))
+
+    def _automaton(self, state: State) -> SuffixAutomaton:
+        """The request's automaton, brought up to date."""
         automaton = self._automata.setdefault(state, SuffixAutomaton())
         for token in state.tokens[len(automaton.tokens) :]:
             automaton.extend(token)
-        length = automaton.match_length
-        return automaton.continuation(min(n, int(length * self.reach))) if length >= self.shortest else ()
+        return automaton
 
     def forget(self, state: State) -> None:
         self._automata.pop(state, None)
