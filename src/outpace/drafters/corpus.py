@@ -26,29 +26,32 @@ _MOST_JSON = 256 << 20  # larger files of JSON are read as any other text
 
 @dataclass(slots=True)
 class Counts:
-    """What became of the files: read as text, or skipped because they are no text, or cannot be read."""
+    """What became of the files: read as text, skipped because they are no text, or not readable (folders, too)."""
 
     files: int = 0
     binary: int = 0
     unreadable: int = 0
 
 
-def files(paths: Sequence[str | Path]) -> list[Path]:
+def files(paths: Sequence[str | Path], counts: Counts) -> list[Path]:
     """All files that these files and folders stand for, each once, folders in the order of names.
 
     Raises UsageError for a path that is not there.
     """
     found: dict[str, Path] = {}
     for path in map(Path, paths):
-        if not path.exists():
+        if not os.path.exists(path):
             raise UsageError(f"{path}: no such file or folder")
-        for file in _walk(path) if path.is_dir() else [path]:
+        for file in _walk(path, counts) if os.path.isdir(path) else [path]:
             found.setdefault(os.path.realpath(file), file)
     return list(found.values())
 
 
-def _walk(folder: Path) -> Iterator[Path]:
-    for place, folders, names in os.walk(folder):
+def _walk(folder: Path, counts: Counts) -> Iterator[Path]:
+    def unreadable(_: OSError) -> None:
+        counts.unreadable += 1
+
+    for place, folders, names in os.walk(folder, onerror=unreadable):
         # os.walk goes on with what is left in this list.
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in JUNK)
         yield from (Path(place, name) for name in sorted(names))
@@ -132,8 +135,13 @@ def _texts(data: bytes) -> list[str] | None:
 def _strings(value: object) -> list[str] | None:
     if isinstance(value, dict):
         if isinstance(value.get("text"), str):
-            return [value["text"]]
+            return [_unicode(value["text"])]
         value = value.get("messages")
     if isinstance(value, list) and value and all(isinstance(m, dict) and "role" in m for m in value):
-        return [message["content"] for message in value if isinstance(message.get("content"), str)]
+        return [_unicode(message["content"]) for message in value if isinstance(message.get("content"), str)]
     return None
+
+
+def _unicode(text: str) -> str:
+    """JSON can write halves of characters, which are no text."""
+    return text.encode("utf-8", "replace").decode()

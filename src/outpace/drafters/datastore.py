@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -46,17 +47,19 @@ def build(
 ) -> Built:
     """Makes a datastore of files and folders (corpus.py says which files count). `model`: its name, for messages.
 
-    progress: called with what is done, how much and of how much, as in ("reading", 3, 9): first bytes, then ("sorting",
-    ...) tokens. A corpus that has changed or grown is built anew: a datastore cannot be added to. Disk: 6 bytes a token,
-    8 for a vocabulary above 65535; memory: see `write`. Raises UsageError for a path that is not there, a file `out`
+    progress: called with what is done, how much and of how much: ("reading", ...) in bytes, ("sorting", ...) in tokens.
+    A corpus that has changed or grown is built anew: a datastore cannot be added to. Disk: 6 bytes a token, 8 where the
+    vocabulary has more than 65535; memory: see `write`. Raises UsageError for a path that is not there, a file `out`
     without `force`, or when there is no text, and ModelError when the disk refuses.
     """
     out = Path(out)
-    if out.is_dir() or (out.exists() and not force):
-        raise UsageError(f"{out}: there already" + ("" if out.is_dir() else "; --force (force=True) replaces it"))
-    found = files(corpus)
-    sizes = [file.stat().st_size if file.is_file() else 0 for file in found]
+    if out.is_dir():
+        raise UsageError(f"{out} is a folder; name a file to write")
+    if out.exists() and not force:
+        raise UsageError(f"{out} is there already; --force replaces it")
     counts = Counts()
+    found = files(corpus, counts)
+    sizes = [os.path.getsize(file) if os.path.isfile(file) else 0 for file in found]
 
     def encoded() -> Iterator[Iterator[list[int]]]:
         done = 0
