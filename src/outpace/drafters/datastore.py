@@ -22,7 +22,7 @@ from .base import State
 from .corpus import Counts, documents, files
 from .datastore_file import Datastore, Head, Progress, write
 
-SAMPLE = 128  # occurrences whose continuations are counted
+SAMPLE = 64  # occurrences whose continuations are counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ class DatastoreDrafter:
         heap: list[tuple[int, int, int, int, int, list[list[int]]]] = []  # the most frequent next node comes first
 
         def grow(parent: int, depth: int, among: list[list[int]]) -> None:
-            counts = Counter(text[depth] for text in among)
+            counts = Counter([text[depth] for text in among])
             del counts[-1]
             for token, count in counts.most_common(branches):
                 if count >= self.least * len(texts):
