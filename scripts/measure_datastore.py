@@ -50,7 +50,8 @@ def main() -> None:
     args = parser.parse_args()
 
     texts = documentation()
-    names = list(texts)[:: max(1, len(texts) // args.prompts)][: args.prompts]
+    step = max(1, len(texts) // args.prompts)
+    names = list(texts)[step // 2 :: step][: args.prompts]
     with outpace.load(args.model, draft="none") as plain, tempfile.TemporaryDirectory() as scratch:
         tokenizer = plain.tokenizer
         assert tokenizer is not None
@@ -113,8 +114,8 @@ def main() -> None:
                 mine = [row for row in rows if (row["kind"], row["mode"]) == (kind, mode)]
                 middle = {key: statistics.median(float(row[key]) for row in mine) for key in list(mine[0])[2:]}
                 print(
-                    f"{kind:9s} {mode:9s} speed x{middle['speed']:.2f}, {middle['tokens_per_round']:.2f} tokens a round "
-                    f"drafted in {middle['draft_us']:.0f} us",
+                    f"{kind:9s} {mode:9s} speed x{middle['speed']:.2f}, "
+                    f"{middle['tokens_per_round']:.2f} tokens a round, drafted in {middle['draft_us']:.0f} us",
                     flush=True,
                 )
         print("load", *(f"{load:.1f}" for load in os.getloadavg()))

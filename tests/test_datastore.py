@@ -134,7 +134,7 @@ def brute_force(
         found = occurrences(texts, tokens[-size:])
         if found:
             drafts, done = {()}, set()
-            for at in range(min(n, 2 * size)):
+            for at in range(min(n, size)):
                 grown = set()
                 for draft in drafts:
                     follow = Counter(text[at] for text in found if text[:at] == draft and len(text) > at)

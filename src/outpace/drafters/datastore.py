@@ -113,7 +113,7 @@ class DatastoreDrafter:
     name = "datastore"
 
     def __init__(
-        self, datastore: Datastore, *, shortest: int = 2, reach: float = 2.0, least: float = 0.1, branches: int = 1
+        self, datastore: Datastore, *, shortest: int = 2, reach: float = 1.0, least: float = 0.1, branches: int = 1
     ) -> None:
         """shortest: a match below this many tokens promises nothing. reach: a match promises at most this many tokens
         for each of its own. least: what a smaller share of its occurrences goes on with is not drafted. branches: 1
@@ -161,10 +161,10 @@ class DatastoreDrafter:
 
     def _draft(self, state: State, n: int) -> Draft:
         match = self._match(state)
-        n = min(n, int(match.bound * self.reach))
-        if n <= 0 or not match.rows:
+        deepest = min(n, int(match.bound * self.reach))
+        if deepest <= 0 or not match.rows:
             return Draft(source=self.name)
-        texts = self.datastore.following(match.rows, match.bound, n, SAMPLE).tolist()
+        texts = self.datastore.following(match.rows, match.bound, deepest, SAMPLE).tolist()
         branches = 1 if state.sampler.opts.rule == "block" else self.branches
         tokens: list[int] = []
         parents: list[int] = []
@@ -183,7 +183,7 @@ class DatastoreDrafter:
             _, _, parent, depth, token, among = heapq.heappop(heap)
             tokens.append(token)
             parents.append(parent)
-            if depth + 1 < n:
+            if depth + 1 < deepest:
                 grow(len(tokens) - 1, depth + 1, [text for text in among if text[depth] == token])
         return Draft(tuple(tokens), parents=tuple(parents) if branches > 1 else None, source=self.name)
 
