@@ -30,8 +30,8 @@ def index(
     """Indexes texts, so that answers which repeat them come faster (--datastore FILE).
 
     Documents, code, earlier answers: files of UTF-8 text in any format; of JSON with "text" or "messages", as `outpace
-    generate --json` and /save in a chat write it, the texts. Other files are skipped, as are hidden folders and
-    node_modules and the like. A corpus that has grown is indexed anew.
+    generate --json` and /save in a chat write it, the texts. Other files are skipped, and in folders what is
+    hidden, node_modules and the like. A corpus that has grown is indexed anew.
     """
     from .. import hub
     from ..api import load_tokenizer

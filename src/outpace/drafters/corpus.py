@@ -1,7 +1,7 @@
 """The texts of a corpus that a user names: files and folders, read piece by piece. datastore.py indexes them.
 
-Whether a file holds text is told by its content: UTF-8 without a zero byte. In folders, hidden folders (.git among
-them) and those that tools fill (node_modules and the like) are left out, and links to other folders are not followed.
+Whether a file holds text is told by its content: UTF-8 without a zero byte. In folders, what is hidden (.git, .env)
+and what tools fill (node_modules and the like) is left out, and links to other folders are not followed.
 A file of answers or conversations becomes one document for each text: JSON objects with "text" or "messages", one or
 one a line, such as `outpace generate --json` prints, or the list of messages that `/save` of `outpace chat` writes.
 """
@@ -18,7 +18,7 @@ from typing import BinaryIO
 
 from ..types import UsageError
 
-JUNK = frozenset(("node_modules", "__pycache__", "venv", "site-packages", "target", "build", "dist"))
+JUNK = frozenset(("node_modules", "__pycache__", "venv", "site-packages"))
 PIECE = 1 << 20  # characters that are tokenised at once
 _HEAD = 64 << 10  # bytes that tell what a file is
 _MOST_JSON = 256 << 20  # larger files of JSON are read as any other text
@@ -54,7 +54,7 @@ def _walk(folder: Path, counts: Counts) -> Iterator[Path]:
     for place, folders, names in os.walk(folder, onerror=unreadable):
         # os.walk goes on with what is left in this list.
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in JUNK)
-        yield from (Path(place, name) for name in sorted(names))
+        yield from (Path(place, name) for name in sorted(names) if not name.startswith("."))
 
 
 def documents(file: Path, counts: Counts) -> Iterator[Iterator[str]]:
