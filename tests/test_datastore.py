@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import random
+import struct
 import threading
+import zlib
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -266,14 +268,16 @@ def test_what_is_no_datastore_is_refused(tmp_path: Path) -> None:
     assert len(data) == 2 * HEAD + 4 * 3
 
     def headed(**changes: Any) -> bytes:
-        import struct
-        import zlib
+        return begins(json.dumps(fields | changes).encode())
 
-        text = json.dumps(fields | changes).encode()
+    def begins(text: bytes) -> bytes:
         return (struct.pack("<8sII", b"OUTPDATA", len(text), zlib.crc32(text)) + text).ljust(HEAD, b"\0") + data[HEAD:]
 
     (tmp_path / "same").write_bytes(headed())
     Datastore.open(tmp_path / "same")
+    names = "\x01\udc80\N{GRINNING FACE}" * 999  # of folders can be anything; the head has room for what is kept
+    write(tmp_path / "odd", [[[1]]], vocabulary="v" * 64, known_tokens=KNOWN, model=names, corpus=names)
+    Datastore.open(tmp_path / "odd")
     cases = {
         "empty": b"",
         "short": data[:100],
@@ -292,6 +296,10 @@ def test_what_is_no_datastore_is_refused(tmp_path: Path) -> None:
         "none": headed(checksums=None),
         "vocabulary": headed(known_tokens=0),
         "wider": headed(known_tokens=2**20),
+        "deep": begins(b"[" * 4000),
+        "list": begins(b"[]"),
+        "words": begins(b"no JSON"),
+        "bytes": begins(b"\xff"),
     }
     for name, content in cases.items():
         path = tmp_path / name
@@ -481,8 +489,10 @@ def test_load_uses_it_and_refuses_another_vocabulary(folder: Path, tmp_path: Pat
         build(tmp_path / "x", [tmp_path], tokenizer)
     with pytest.raises(UsageError, match="is a folder"):
         build(tmp_path, [tmp_path], tokenizer)
-    write(tmp_path / "foreign", [[[1, 2]]], vocabulary="other", known_tokens=KNOWN, model="qwen")
-    with pytest.raises(UsageError, match=r"foreign cannot draft for .*: it holds tokens of the vocabulary of qwen"):
+    write(tmp_path / "foreign", [[[1, 2]]], vocabulary="other", known_tokens=KNOWN, model="qwen\n")
+    with pytest.raises(
+        UsageError, match=r"foreign cannot draft for .*: it holds tokens of the vocabulary of 'qwen\\n'"
+    ):
         outpace.load(folder, datastore=tmp_path / "foreign")
     with pytest.raises(ModelError, match=r"a\.txt: not a usable datastore"):
         outpace.load(folder, datastore=tmp_path / "a.txt")

@@ -87,7 +87,7 @@ def open_for(path: str | Path, tokenizer: Tokenizer, model: str) -> Datastore:
     version, and UsageError for one of another vocabulary."""
     datastore = Datastore.open(path)
     if datastore.head.vocabulary != tokenizer.fingerprint():
-        other = datastore.head.model or "another model"
+        other = repr(datastore.head.model or "another model")  # whatever the file says, it cannot command a terminal
         raise UsageError(
             f"{path} cannot draft for {model}: it holds tokens of the vocabulary of {other}; "
             f"build one with `outpace index CORPUS --model {model} OUT`"

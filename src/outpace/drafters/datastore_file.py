@@ -238,7 +238,10 @@ def _parse_head(data: bytes) -> Head:
     text = data[_FIXED.size : _FIXED.size + length]
     if zlib.crc32(text) != checksum:
         raise ValueError("its head is damaged")
-    fields = json.loads(text)
+    try:
+        fields = json.loads(text)
+    except RecursionError:
+        raise ValueError("its head is damaged") from None
     if not isinstance(fields, dict) or fields.pop("version", None) != VERSION:
         raise ValueError("it was made by another version of outpace")
     try:
