@@ -37,7 +37,10 @@ def sorted_suffixes(tokens: Tokens, end: int, *, depth: int = DEPTH, group: int 
         waiting = [(_places(tokens[:count], low, high), 0)]
         while waiting:  # a part and how many first tokens all of its suffixes share; in order, the first one last
             places, shared = waiting.pop()
-            if len(places) <= group or shared == depth:
+            if shared == depth:  # nothing tells them apart: they are in the text's order already
+                yield places
+                continue
+            if len(places) <= group:
                 yield _sort(tokens, places, end, depth, shared)
                 continue
             following = tokens[places + np.uint32(shared)]
