@@ -26,8 +26,9 @@ def sorted_suffixes(tokens: Tokens, end: int, *, depth: int = DEPTH, group: int 
 
     tokens: uint16 or uint32, none above `end`, less than 2**32 - depth of them. Yields uint32 pieces.
 
-    Memory beside the tokens and their copy: 50 bytes * group, and 8 bytes for each suffix whose first token alone makes
-    up more than a group. Time: proportional to the text; one extra look at it for each group.
+    Memory beside the tokens and their copy: 50 bytes * group (at least a 32nd of the text), and 13 bytes for each
+    suffix whose first token alone makes up more than a group. Time: proportional to the text, with one more look at it
+    for each group.
     """
     count = len(tokens)
     group = max(group, count // 32)  # bounds the looks
