@@ -213,10 +213,12 @@ def test_every_model_option_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
     for command in ("generate", "chat"):
         run(command, *(["x"] if command == "generate" else []), "--model", "a", *args.split())
     expected = {"draft": "draft_model", "draft_model": "b", "draft_tokens": 3, "precision": "f32", "context": 99}
+    expected |= {"threads": 2, "cache": False, "offline": True, "slots": 1, "progress": True, "datastore": None}
     expected |= {"kv_cache": "q8"}
-    assert seen == [("a", expected | {"threads": 2, "cache": False, "offline": True, "slots": 1, "progress": True})] * 2
-    run("generate", "x")
+    assert seen == [("a", expected)] * 2
+    run("generate", "x", "--draft", "datastore", "--datastore", "c")
     assert seen[-1][0] == api.DEFAULT_MODEL
+    assert (seen[-1][1]["draft"], seen[-1][1]["datastore"]) == ("datastore", "c")
 
 
 @pytest.mark.parametrize(
@@ -234,6 +236,9 @@ def test_every_model_option_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
         (["generate", "x", "--draft-tokens", "16"], 2, "draft_tokens must be in 0 .. 15"),
         (["generate", "x", "--draft", "draft_model"], 2, "--draft draft_model needs --draft-model NAME"),
         (["generate", "x", "--draft", "ngram", "--draft-model", "y"], 2, "--draft-model and --draft ngram exclude"),
+        (["generate", "x", "--draft", "datastore"], 2, "--draft datastore needs --datastore FILE"),
+        (["generate", "x", "--draft", "none", "--datastore", "y"], 2, "--datastore and --draft none exclude"),
+        (["generate", "x", "--draft-model", "y", "--datastore", "y"], 2, "--datastore and --draft-model exclude"),
         (["generate", "x", "--top-k", "x"], 2, "'--top-k'"),
         (["generate", "x", "--nonsense"], 2, "--nonsense"),
         (["nonsense"], 2, "nonsense"),

@@ -123,10 +123,10 @@ def test_draft_model_follows_the_text_by_common_prefix() -> None:
     assert draft.tokens == (int(np.argmax(table_logits(s.tokens, 5))),)
     assert model.length(0) == len(s.tokens)
     # Two tokens that are not the draft's.
-    (draft,) = drafter.propose([(s, 4)])
+    (draft,) = drafter.propose([Want(s, 4)])
     s.tokens += [(token + 1) % 5 for token in draft.tokens[:2]]
     model.rows.clear()
-    (draft,) = drafter.propose([(s, 1)])
+    (draft,) = drafter.propose([Want(s, 1)])
     assert model.rows == [2]
     assert draft.tokens == (int(np.argmax(table_logits(s.tokens, 5))),)
     # The text has ended; one that goes on from it finds its tokens.

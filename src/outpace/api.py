@@ -26,8 +26,17 @@ from .backends.reference import ReferenceBackend
 from .cache import CacheOption, cache_kind
 from .config import ModelConfig
 from .controller import MAX_DRAFT, Controller
+from .costs import kept_shape
 from .decode import Decoder, Request
-from .drafters import Drafter, DraftModelDrafter, NgramDrafter, SuffixDrafter
+from .drafters import (
+    DatastoreDrafter,
+    Drafter,
+    DraftModelDrafter,
+    LongestMatchDrafter,
+    NgramDrafter,
+    SuffixDrafter,
+)
+from .drafters.datastore import open_for
 from .engine import Engine
 from .json_file import read_json
 from .models.loading import LoadedModel, load_model
@@ -40,7 +49,7 @@ from .types import F32, ModelError, SampleOpts, Stats, TokenLogprobs, UsageError
 from .weights.relaid import Relaid
 
 DEFAULT_MODEL = "smollm2-135m"
-DRAFTERS = ("auto", "draft_model", "ngram", "suffix", "none")
+DRAFTERS = ("auto", "draft_model", "ngram", "suffix", "datastore", "none")
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -85,6 +94,7 @@ def load(
     precision: Precision = "int8",
     draft: str = "auto",
     draft_model: str | Path | None = None,
+    datastore: str | Path | None = None,
     draft_tokens: int | None = None,
     context: int | None = None,
     kv_cache: CacheOption = "auto",
@@ -99,11 +109,12 @@ def load(
 
     precision: "int8" keeps a quantised file's values and rounds others to 8 bits in groups of 32; "f32" computes in
     float32; "bf16" computes in float32 with weights of 2 bytes: those of F16 and BF16 files as they are, F32 and FP8
-    rounded to bfloat16. draft: "auto", "draft_model", "ngram", "suffix" or "none". draft_model: the model that drafts
-    (implies draft="draft_model"). draft_tokens: always draft this many (0 .. 15) instead of deciding by evidence.
-    context: tokens a request may hold, prompt and answer; the model's own limit by default. kv_cache: how keys and
-    values of past tokens are held: "f32", "f16", "q8" (8 bits: half of f16's memory), or "auto": f32 when precision is
-    "f32", else f16. slots: requests at once.
+    rounded to bfloat16. draft: "auto", "draft_model", "ngram", "suffix", "datastore" or "none"; "auto" takes the text
+    itself, and beside it the draft model and the datastore where they are given. draft_model: the model that drafts.
+    datastore: a file of `outpace index`. draft_tokens: always draft this many (0 .. 15), from the draft model where
+    there is one, instead of deciding by evidence. context: tokens a request may hold, prompt and answer; the model's own
+    limit by default. kv_cache: how keys and values of past tokens are held: "f32", "f16", "q8" (8 bits: half of f16's
+    memory), or "auto": f32 when precision is "f32", else f16. slots: requests at once.
     backend: "native", or "reference" for the slow NumPy oracle. cache: keep the weights as the kernels read them on the
     disk (hub.relaid), so that the next load only maps them; the results are the same. offline, progress: as
     hub.resolve, for a model that is not on this machine yet. What is odd about a model but no error is a warning.
@@ -112,10 +123,14 @@ def load(
     """
     if draft not in DRAFTERS:
         raise UsageError(f"draft must be one of {', '.join(DRAFTERS)}, got {draft!r}")
-    if draft_model is not None and draft == "auto":
-        draft = "draft_model"
-    if (draft == "draft_model") != (draft_model is not None):
-        raise UsageError("draft='draft_model' and draft_model=NAME go together")
+    if draft_model is not None and draft not in ("auto", "draft_model"):
+        raise UsageError(f"a draft model goes with draft='auto' or 'draft_model', not with {draft!r}")
+    if draft == "draft_model" and draft_model is None:
+        raise UsageError("draft='draft_model' needs draft_model=NAME")
+    if datastore is not None and draft not in ("auto", "datastore"):
+        raise UsageError(f"a datastore goes with draft='auto' or 'datastore', not with {draft!r}")
+    if draft == "datastore" and datastore is None:
+        raise UsageError("draft='datastore' needs datastore=FILE, made by `outpace index`")
     if draft_tokens is not None and not (isinstance(draft_tokens, int) and 0 <= draft_tokens <= MAX_DRAFT):
         raise UsageError(f"draft_tokens must be in 0 .. {MAX_DRAFT}, got {draft_tokens!r}")
     check_precision(precision)
@@ -160,24 +175,33 @@ def load(
 
     loaded = open_files(model)
     tokenizer = load_tokenizer(loaded)
+    corpus = None if datastore is None else DatastoreDrafter(open_for(datastore, tokenizer, str(model)))
     target = open_backend(loaded, context)
+    drafters: list[Drafter] = []  # the main one first
     if draft_model is not None:
         small = open_files(draft_model)
         difference = same_vocabulary(tokenizer, load_tokenizer(small))
         if difference is not None:
             raise UsageError(f"{draft_model} cannot draft for {model}: {difference}")
         positions = min(target.capacity.positions, small.config.max_position_embeddings)
-        drafters: list[Drafter] = [DraftModelDrafter(open_backend(small, positions))]
-    elif draft == "none":
-        drafters = []
-    else:
-        # Without a learned head, the text itself is the best source: the suffix automaton finds what n-grams find.
-        drafters = [NgramDrafter() if draft == "ngram" else SuffixDrafter()]
+        drafters.append(DraftModelDrafter(open_backend(small, positions)))
+    if draft in ("auto", "suffix"):  # the suffix automaton finds what n-grams find
+        drafters.append(SuffixDrafter())
+    elif draft == "ngram":
+        drafters.append(NgramDrafter())
+    if corpus is not None:
+        drafters.append(corpus)
+    shape = None
+    if drafters and draft_tokens is None:
+        how = f"{target.isa}, {target.threads} threads" if isinstance(target, NativeBackend) else backend
+        kept = hub.relaid(loaded.path) / "costs.json" if cache else None
+        shape = kept_shape(target, kept, f"{precision}, {kv_cache} cache, {how}")
     return LanguageModel(
         target,
         tokenizer,
         drafters=drafters,
         draft_tokens=draft_tokens,
+        shape=shape,
         template=load_template(loaded, tokenizer),
         defaults=load_defaults(loaded),
         name=str(model),
@@ -222,11 +246,15 @@ class LanguageModel:
         *,
         drafters: Sequence[Drafter] = (),
         draft_tokens: int | None = None,
+        shape: Mapping[int, float] | None = None,
         template: ChatTemplate | None = None,
         defaults: Mapping[str, Any] | None = None,
         name: str = "",
     ) -> None:
-        """Puts a model together from its parts; `load` does it from files. Without a tokenizer it speaks token ids."""
+        """Puts a model together from its parts; `load` does it from files. Without a tokenizer it speaks token ids.
+
+        drafters: the main one first, see Decoder. shape: what passes of some row counts cost, see costs.py.
+        """
         self.target = target
         self.tokenizer = tokenizer
         self.drafters = tuple(drafters)
@@ -238,7 +266,7 @@ class LanguageModel:
         if tokenizer is not None and tokenizer.eos_id is not None:
             ends.add(tokenizer.eos_id)
         self.engine = Engine(
-            Decoder(target, drafters, Controller(draft_tokens)),
+            Decoder(target, drafters, Controller(draft_tokens, shape)),
             end_tokens=frozenset(ends),
             known_tokens=tokenizer.known_tokens if tokenizer is not None else None,
         )

@@ -6,9 +6,14 @@ and machine, and the shape kept (api.py). Seconds are whatever clock the decoder
 
 from __future__ import annotations
 
+import contextlib
+import json
+import math
+import os
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from .backends.base import Backend, Rows
 
@@ -125,4 +130,26 @@ def measure_shape(target: Backend, seconds: float = 0.3, rows: Sequence[int] = _
     for n in fit:
         least = max(least, middle[n] / middle[fit[0]])
         shape[n] = least
+    return shape
+
+
+def kept_shape(target: Backend, file: Path | None, key: str) -> dict[int, float]:
+    """The shape that `file` holds under this key, else measured now and kept there. A file that cannot be read, or be
+    written, is as if it were not there. key: what the costs depend on besides the model."""
+    kept: dict[str, dict[str, float]] = {}
+    if file is not None:
+        with contextlib.suppress(OSError, ValueError):
+            found = json.loads(file.read_text(encoding="utf-8"))
+            kept = found if isinstance(found, dict) else {}
+    with contextlib.suppress(AttributeError, TypeError, ValueError):
+        shape = {int(rows): float(ratio) for rows, ratio in kept[key].items()} if key in kept else {}
+        if shape and all(n > 0 and math.isfinite(ratio) and ratio > 0 for n, ratio in shape.items()):
+            return shape
+    shape = measure_shape(target)
+    if file is not None and shape:
+        part = file.with_name(f".{file.name}.{os.getpid()}.part")
+        with contextlib.suppress(OSError):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            part.write_text(json.dumps({**kept, key: shape}) + "\n", encoding="utf-8")
+            os.replace(part, file)
     return shape

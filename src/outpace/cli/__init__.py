@@ -1,4 +1,4 @@
-"""The command line: `outpace generate`, `chat`, `pull`, `models`, `rm`, `info`, `bench`.
+"""The command line: `outpace generate`, `chat`, `pull`, `models`, `rm`, `info`, `quantize`, `index`, `bench`.
 
 Neighbours: everything a command does goes through api.py and hub.py. Importing this package is cheap: app.py, which
 brings typer, is imported when the command line runs, the modules that bring NumPy and the model code when a command

@@ -14,6 +14,7 @@ from .bench import kernels
 from .chat import chat
 from .command import command, say
 from .generate import generate
+from .index import index
 from .inspect import inspect
 from .manage import info, models, pull, rm
 from .quantize import quantize
@@ -56,7 +57,7 @@ class Commands(PlainFlags, TyperGroup):
             sys.exit(2)
 
 
-COMMANDS = {function.__name__: function for function in (generate, chat, pull, models, rm, info, inspect, quantize)}
+COMMANDS = {f.__name__: f for f in (generate, chat, pull, models, rm, info, inspect, quantize, index)}
 BENCH = {function.__name__: function for function in (kernels,)}  # outpace bench NAME
 NAMES = (*COMMANDS, "bench")
 
