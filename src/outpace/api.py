@@ -32,7 +32,6 @@ from .drafters import (
     DatastoreDrafter,
     Drafter,
     DraftModelDrafter,
-    LongestMatchDrafter,
     NgramDrafter,
     SuffixDrafter,
 )
@@ -112,9 +111,9 @@ def load(
     rounded to bfloat16. draft: "auto", "draft_model", "ngram", "suffix", "datastore" or "none"; "auto" takes the text
     itself, and beside it the draft model and the datastore where they are given. draft_model: the model that drafts.
     datastore: a file of `outpace index`. draft_tokens: always draft this many (0 .. 15), from the draft model where
-    there is one, instead of deciding by evidence. context: tokens a request may hold, prompt and answer; the model's own
-    limit by default. kv_cache: how keys and values of past tokens are held: "f32", "f16", "q8" (8 bits: half of f16's
-    memory), or "auto": f32 when precision is "f32", else f16. slots: requests at once.
+    there is one, instead of deciding by evidence. context: tokens a request may hold, prompt and answer; the model's
+    own limit by default. kv_cache: how keys and values of past tokens are held: "f32", "f16", "q8" (8 bits: half of
+    f16's memory), or "auto": f32 when precision is "f32", else f16. slots: requests at once.
     backend: "native", or "reference" for the slow NumPy oracle. cache: keep the weights as the kernels read them on the
     disk (hub.relaid), so that the next load only maps them; the results are the same. offline, progress: as
     hub.resolve, for a model that is not on this machine yet. What is odd about a model but no error is a warning.

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from ..config import ModelConfig
-from ..config_fields import read_json, show
+from ..config_fields import show
+from ..json_file import read_json
 from ..models.loading import mismatches
 from ..models.names import EMBEDDING, HEAD
 from ..types import F32, I64, ModelError, UsageError
@@ -158,7 +159,7 @@ def _read(path: Path, target: ModelConfig) -> Found:
     folder = path if path.is_dir() else path.parent
     tensors = read_safetensors(path)
     config = folder / "config.json"
-    return read_head(read_json(config) if config.is_file() else {}, tensors, target)
+    return read_head(read_json(config, missing={}), tensors, target)
 
 
 def _check_target(config: HeadConfig, found: Found, target: ModelConfig) -> None:
