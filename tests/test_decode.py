@@ -117,7 +117,7 @@ def test_tree_drafts_give_the_same_tokens() -> None:
     for name, prompt in itertools.product(SETTINGS, PROMPTS):
         request = answer(e, prompt, 40, **SETTINGS[name])
         assert request.output == plain(prompt, 40, **SETTINGS[name])
-        paths += [accepted for _, accepted in request.rounds]
+        paths += [each.accepted for each in request.rounds]
     assert max(paths) > 2
 
 
@@ -195,9 +195,9 @@ def test_an_end_token_inside_an_accepted_run_stops_exactly_there() -> None:
         assert request.finish == "stop"
         assert e.decoder.target.length(request.slot) == 3 + len(want) - 1
         stats = request.stats
-        before = sum(1 + a for _, a in request.rounds[:-1])
+        before = sum(each.tokens for each in request.rounds[:-1])
         assert stats.tokens == len(want)
-        assert len(want) - before in (request.rounds[-1][1], request.rounds[-1][1] + 1)
+        assert len(want) - before in (request.rounds[-1].accepted, request.rounds[-1].tokens)
         again = answer(e, (1, 2, 3), 30, temperature=0.0, ignore_eos=True)
         assert again.output == full
 
@@ -337,7 +337,7 @@ def test_a_constraint_holds_at_every_row_and_cuts_drafts_before_they_cost_one() 
     found = answer(e, (1, 2, 3), temperature=0.9, constraint=Alternate())
     assert found.output == want
     # Where the next token must be odd, the draft (0, ...) is cut whole; elsewhere after (0, 1).
-    assert {drafted for drafted, _ in found.rounds[:8]} == {0, 2}
+    assert {each.drafted for each in found.rounds[:8]} == {0, 2}
 
 
 # ---------------------------------------------------------------------------------------------------------- what fails

@@ -20,7 +20,7 @@ import numpy as np
 
 from . import hub
 from .backends.base import Backend
-from .backends.memory import check_fits
+from .backends.memory import check_fits, estimate
 from .backends.native import NativeBackend
 from .backends.reference import ReferenceBackend
 from .cache import CacheOption, cache_kind
@@ -44,11 +44,11 @@ from .sampling import generation_defaults
 from .text.stream import TextStream
 from .text.template import ChatTemplate, encode_chat
 from .text.tokenizer import Tokenizer, same_vocabulary
-from .types import F32, ModelError, SampleOpts, Stats, TokenLogprobs, UsageError
+from .types import F32, ModelError, Round, SampleOpts, Stats, TokenLogprobs, UsageError
 from .weights.relaid import Relaid
 
 DEFAULT_MODEL = "smollm2-135m"
-DRAFTERS = ("auto", "draft_model", "ngram", "suffix", "datastore", "none")
+DRAFTERS = ("auto", "draft_model", "self", "ngram", "suffix", "datastore", "none")
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -58,7 +58,7 @@ class Result:
 
     text: without end tokens and stop strings. token_ids: every emitted token, an end token included.
     finish_reason: "stop", "length" or "cancelled". logprobs: one per token where SampleOpts.logprobs asked for them.
-    seed: the one that was used, so that the answer can be repeated. rounds: (drafted, accepted) of each target pass.
+    seed: the one that was used, so that the answer can be repeated. rounds: one entry for each target pass.
     taps: tap -> float32 [prompt and emitted tokens but the last, hidden_size], where asked for.
     """
 
@@ -68,7 +68,7 @@ class Result:
     finish_reason: str
     seed: int
     stats: Stats
-    rounds: list[tuple[int, int]]
+    rounds: list[Round]
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     taps: dict[int, F32] = field(default_factory=dict)
 
@@ -108,8 +108,9 @@ def load(
 
     precision: "int8" keeps a quantised file's values and rounds others to 8 bits in groups of 32; "f32" computes in
     float32; "bf16" computes in float32 with weights of 2 bytes: those of F16 and BF16 files as they are, F32 and FP8
-    rounded to bfloat16. draft: "auto", "draft_model", "ngram", "suffix", "datastore" or "none"; "auto" takes the text
-    itself, and beside it the draft model and the datastore where they are given. draft_model: the model that drafts.
+    rounded to bfloat16. draft: "auto", "draft_model", "self", "ngram", "suffix", "datastore" or "none"; "auto" takes
+    the text itself, and beside it the draft model and the datastore where they are given. draft_model: the model that
+    drafts; "self": the model's own weights at 4 bits, held a second time, and the text.
     datastore: a file of `outpace index`. draft_tokens: always draft this many (0 .. 15), from the draft model where
     there is one, instead of deciding by evidence. context: tokens a request may hold, prompt and answer; the model's
     own limit by default. kv_cache: how keys and values of past tokens are held: "f32", "f16", "q8" (8 bits: half of
@@ -141,7 +142,7 @@ def load(
     if context is not None and not isinstance(context, int):
         raise UsageError(f"context must be a whole number, got {context!r}")
 
-    def open_backend(loaded: LoadedModel, positions: int | None) -> Backend:
+    def open_backend(loaded: LoadedModel, positions: int | None, precision: Precision = precision) -> Backend:
         if positions is not None and not 1 <= positions <= loaded.config.max_position_embeddings:
             limit = loaded.config.max_position_embeddings
             raise UsageError(f"context must be in 1 .. {limit} for {loaded.path}, got {positions}")
@@ -184,7 +185,13 @@ def load(
             raise UsageError(f"{draft_model} cannot draft for {model}: {difference}")
         positions = min(target.capacity.positions, small.config.max_position_embeddings)
         drafters.append(DraftModelDrafter(open_backend(small, positions)))
-    if draft in ("auto", "suffix"):  # the suffix automaton finds what n-grams find
+    elif draft == "self":
+        small = open_files(model)
+        four, own = (estimate(small.config, small.weights, bits).weights for bits in ("int4", precision))
+        if four > 0.9 * own:
+            raise UsageError(f"draft='self' drafts at 4 bits, which {model} has already: use another drafter")
+        drafters.append(DraftModelDrafter(open_backend(small, target.capacity.positions, "int4"), "self"))
+    if draft in ("auto", "self", "suffix"):  # the suffix automaton finds what n-grams find
         drafters.append(SuffixDrafter())
     elif draft == "ngram":
         drafters.append(NgramDrafter())
@@ -350,7 +357,7 @@ class LanguageModel:
                     if len(output) == shown and not request.finish:
                         continue
                     text = request.text.take() if isinstance(request.text, TextStream) else ""
-                    accepted = sum(accepted for _, accepted in request.rounds[rounds:])
+                    accepted = sum(each.accepted for each in request.rounds[rounds:])
                     rounds = len(request.rounds)
                     result = self._result(request) if request.finish else None
                 yield Delta(text, output[shown:], accepted, logprobs[logged:], result)

@@ -26,7 +26,7 @@ from .controller import FIXED_DRAFT, MAX_DRAFT, Ask, Choice, Controller, Offer
 from .drafters.base import Drafter, State, Want
 from .evidence import Evidence
 from .sampling import Sampler
-from .types import F32, Constraint, Draft, OutpaceError, SampleOpts, Stats, TokenLogprobs, UsageError, Verdict
+from .types import F32, Constraint, Draft, OutpaceError, Round, SampleOpts, Stats, TokenLogprobs, UsageError, Verdict
 
 
 class TextSink(Protocol):
@@ -65,7 +65,7 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     tapped: dict[int, list[F32]] = field(default_factory=dict)
-    rounds: list[tuple[int, int]] = field(default_factory=list)
+    rounds: list[Round] = field(default_factory=list)
     stats: Stats = field(default_factory=Stats)
     without: set[str] = field(default_factory=set)
     state: State = field(init=False)
@@ -299,9 +299,13 @@ class Decoder:
                 break
         emitted = request.emitted - before
         accepted = min(emitted, len(verdict.kept))
-        request.rounds.append((len(draft), accepted))
+        request.rounds.append(Round(len(draft), accepted, draft.source if len(draft) else ""))
         stats.drafted += len(draft)
         stats.accepted += accepted
+        if len(draft):
+            counts = stats.by_source.setdefault(draft.source, [0, 0])
+            counts[0] += len(draft)
+            counts[1] += accepted
         for counts, n in ((stats.drafted_at, len(draft)), (stats.accepted_at, accepted)):
             counts.extend([0] * (n - len(counts)))
             for i in range(n):

@@ -11,7 +11,7 @@ import enum
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -215,13 +215,26 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
+class Round(NamedTuple):
+    """One target pass of a request: how many draft tokens it verified, how many stayed, and whose they were."""
+
+    drafted: int
+    accepted: int
+    source: str = ""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the round emits when nothing ends the answer within it."""
+        return self.accepted + 1
+
+
 @dataclass(slots=True)
 class Stats:
     """Counts and seconds of one request. tokens counts emitted tokens, the bonus token included; decode_tokens those
     of the rounds whose time is decode_s: rounds that read more than one token of the prompt count as prefill_s.
 
     accepted_at[i] counts the rounds in which draft position i was accepted; drafted_at[i] those in which one was
-    proposed there. Seconds are those of whole rounds: requests that share passes, as in generate_many, each report the
+    proposed there. by_source: drafter's name -> [drafted, accepted]. Seconds are those of whole rounds: requests that share passes, as in generate_many, each report the
     shared time, so their seconds do not add up and tokens_per_second is one request's share of the throughput.
     """
 
@@ -234,6 +247,7 @@ class Stats:
     accepted: int = 0
     drafted_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
+    by_source: dict[str, list[int]] = field(default_factory=dict)
     prefill_s: float = 0.0
     draft_s: float = 0.0
     forward_s: float = 0.0

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .options import Model, Quiet, Sampling, System, Think, check_think, template_variables, within
-from .terminal import answering, counted, note, statistics
+from .terminal import answering, counted, note, statistics, styled
 
 if TYPE_CHECKING:
     from ..api import LanguageModel, Result
+    from ..text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 512
 
@@ -34,6 +35,10 @@ def generate(
     logprobs: Annotated[
         int | None, typer.Option(help="With --json: logprobs of the chosen and the N best tokens.", metavar="N")
     ] = None,
+    explain: Annotated[
+        bool,
+        typer.Option("--explain", help="Afterwards mark the accepted drafts in the answer, and say what they gave."),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.", rich_help_panel="Other")] = False,
     quiet: Quiet = False,
 ) -> None:
@@ -47,6 +52,8 @@ def generate(
     opts = sampling.opts(logprobs=logprobs)
     if logprobs is not None and not as_json:
         raise UsageError("--logprobs needs --json")
+    if explain and as_json:
+        raise UsageError("--explain is for people; --json has the same figures under stats")
     text = read_prompt(prompt, file)
     if not text:
         raise UsageError("the prompt is empty")
@@ -79,9 +86,19 @@ def generate(
         except KeyboardInterrupt:
             note(f"(stopped) {counted(tokens, 'token')} in {counted(rounds, 'round')}" if not quiet else "(stopped)")
             raise typer.Exit(130) from None
-        if not quiet and result is not None:
+        if explain and result is not None:
+            assert loaded.tokenizer is not None
+            explained(result, loaded.tokenizer)
+        elif not quiet and result is not None:
             sampled = opts.with_defaults(loaded.defaults).temperature != 0
             note(statistics(result) + (f", seed {result.seed}" if sampled else ""))
+
+
+def explained(result: Result, tokenizer: Tokenizer) -> None:
+    """Prints the answer again, drafts marked, and the figures."""
+    from .explain import marked, summary
+
+    print(f"\n{marked(result, tokenizer, colour=styled(sys.stdout))}\n\n{summary(result)}", flush=True)
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:

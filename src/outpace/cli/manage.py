@@ -64,7 +64,9 @@ def rm(name: Annotated[str, typer.Argument(help="The name that `outpace models` 
 def info(
     model: Annotated[str, typer.Argument(help="A name, a folder or a .gguf file.")],
     *,
-    precision: Annotated[str, typer.Option(help="Tell the memory for this arithmetic: int8, bf16 or f32.")] = "int8",
+    precision: Annotated[
+        str, typer.Option(help="Tell the memory for this arithmetic: int8, int4, bf16 or f32.")
+    ] = "int8",
     context: Annotated[int | None, typer.Option(help="... and for this many tokens, prompt and answer.")] = None,
     kv_cache: Annotated[str, typer.Option(help="... held as auto, f32, f16 or q8.")] = "auto",
     as_json: AsJson = False,

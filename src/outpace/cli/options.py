@@ -72,14 +72,16 @@ class Model:
             show_default=DEFAULT_MODEL,
         ),
     ] = None
-    draft: Annotated[str, _model("What guesses ahead: auto, ngram, suffix, datastore, draft_model or none.")] = "auto"
+    draft: Annotated[str, _model("What guesses ahead: auto, ngram, suffix, datastore, draft_model, self or none.")] = (
+        "auto"
+    )
     draft_model: Annotated[str | None, _model("A small model with the same vocabulary that guesses ahead.")] = None
     datastore: Annotated[
         str | None, _model("A file of `outpace index`: guess from that corpus, too.", metavar="FILE")
     ] = None
     draft_tokens: Annotated[int | None, _model("Guess always this many tokens (0 to 15).", metavar="K")] = None
     no_speculation: Annotated[bool, _model("Plain decoding: the same tokens, one a pass.", "--no-speculation")] = False
-    precision: Annotated[str, _model("Arithmetic: int8, bf16 (weights of 2 bytes) or f32.")] = "int8"
+    precision: Annotated[str, _model("Arithmetic: int8, int4, bf16 (weights of 2 bytes) or f32.")] = "int8"
     context: Annotated[int | None, _model("Tokens that prompt and answer may have; saves memory.")] = None
     kv_cache: Annotated[
         str, _model("How past keys and values are held: auto, f32, f16 or q8 (least memory, long contexts faster).")
@@ -101,9 +103,8 @@ class Model:
             raise UsageError(f"--draft-model and --draft {self.draft} exclude each other")
         if self.draft == "datastore" and self.datastore is None:
             raise UsageError("--draft datastore needs --datastore FILE, made by `outpace index`")
-        if self.datastore is not None and (self.draft_model is not None or self.draft not in ("auto", "datastore")):
-            other = "--draft-model" if self.draft_model is not None else f"--draft {self.draft}"
-            raise UsageError(f"--datastore and {other} exclude each other")
+        if self.datastore is not None and self.draft not in ("auto", "datastore"):
+            raise UsageError(f"--datastore and --draft {self.draft} exclude each other")
 
         return api.load(
             DEFAULT_MODEL if self.model is None else self.model,

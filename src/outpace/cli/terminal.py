@@ -19,8 +19,13 @@ _CONTROLS = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(1
 
 def show(text: str) -> None:
     """Writes to stdout, at once; a pipe gets the text unchanged."""
-    sys.stdout.write(text.translate(_CONTROLS) if sys.stdout.isatty() else text)
+    sys.stdout.write(clean(text))
     sys.stdout.flush()
+
+
+def clean(text: str) -> str:
+    """A model's text as stdout may have it: without control characters where that is a terminal."""
+    return text.translate(_CONTROLS) if sys.stdout.isatty() else text
 
 
 @contextlib.contextmanager
@@ -108,10 +113,11 @@ def typing_hidden() -> Iterator[None]:
 def note(text: str) -> None:
     """One line on stderr, dim on a terminal."""
     text = fitted(text, sys.stderr)
-    print(f"\x1b[2m{text}\x1b[0m" if _styled(sys.stderr) else text, file=sys.stderr, flush=True)
+    print(f"\x1b[2m{text}\x1b[0m" if styled(sys.stderr) else text, file=sys.stderr, flush=True)
 
 
-def _styled(stream: TextIO) -> bool:
+def styled(stream: TextIO) -> bool:
+    """Whether colours are welcome there."""
     return stream.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
 
 

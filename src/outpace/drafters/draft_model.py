@@ -30,12 +30,12 @@ class _Cached:
 class DraftModelDrafter:
     """Drafts a chain with another backend, drawing as the request's sampler does (coupled noise, or from q)."""
 
-    name = "draft_model"
     free = False
 
-    def __init__(self, model: Backend) -> None:
-        """The caller has checked that the two models' vocabularies hold the same tokens (padding may differ)."""
-        self.model = model
+    def __init__(self, model: Backend, name: str = "draft_model") -> None:
+        """The caller has checked that the two models' vocabularies hold the same tokens (padding may differ). name:
+        "self" for a target's own weights, rounded further."""
+        self.model, self.name = model, name
         self._pool = SlotPool(model)
         self._cached: dict[State, _Cached] = {}
 

@@ -14,19 +14,20 @@ import numpy as np
 from ..cache import CacheKind, KVCache
 from ..config import ModelConfig
 from ..types import F32, ModelError, UsageError
-from ..weights.formats import KINDS, quantise_q8, round_bfloat16
+from ..weights.formats import KINDS, quantise_q4, quantise_q8, round_bfloat16
 from ..weights.tensor import Groups, Supers, Tensor
 
 GROUP = 32
 
-Precision = Literal["int8", "bf16", "f32"]
+Precision = Literal["int8", "int4", "bf16", "f32"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+_FOUR_BITS = ("Q3_K", "Q4_0", "Q4_1", "Q4_K", "IQ4_NL", "IQ4_XS")  # at most, in the file
 
 
 def check_precision(precision: str) -> Precision:
     """The same. Raises UsageError for what is no precision."""
     if precision not in PRECISIONS:
-        raise UsageError(f"precision must be int8, bf16 or f32, got {precision!r}")
+        raise UsageError(f"precision must be int8, int4, bf16 or f32, got {precision!r}")
     return precision
 
 
@@ -34,7 +35,8 @@ def held_kind(kind: str, precision: str) -> str:
     """The kind that a matrix of a file's `kind` is held in (a key of formats.KINDS).
 
     f32: float32. bf16: 2 bytes a weight: F16 and BF16 as they are, F32 and FP8 rounded to BF16. int8: the file's own
-    blocks, where their values go into 8 bits; others are rounded to Q8_0. Raises UsageError for a quantised kind with
+    blocks, where their values go into 8 bits; others are rounded to Q8_0. int4: blocks of 4 bits or fewer as they are,
+    all others rounded to Q4_0. Raises UsageError for a quantised kind with
     bf16, which would hold the same values in four times the memory.
     """
     if precision == "f32":
@@ -43,6 +45,8 @@ def held_kind(kind: str, precision: str) -> str:
     quantised = form.parts is not None or form.supers is not None
     if precision == "int8":
         return kind if quantised else "Q8_0"
+    if precision == "int4":
+        return kind if kind in _FOUR_BITS else "Q4_0"
     if quantised:
         raise UsageError(f"precision bf16 is for files of floats; for {kind} use int8 (the file's own values) or f32")
     return "F16" if kind == "F16" else "BF16"
@@ -54,9 +58,9 @@ def held(tensor: Tensor, precision: str, name: str = "without a name") -> Tensor
     Raises ModelError, naming the tensor, for weights that cannot be rounded; UsageError as held_kind.
     """
     kind = held_kind(tensor.kind, precision)
-    if precision == "int8":
-        groups = tensor.supers() or tensor.groups()
-        return quantise_weights(tensor.f32(), name) if groups is None else groups
+    if precision in ("int8", "int4"):
+        groups = (tensor.supers() or tensor.groups()) if tensor.kind == kind else None
+        return quantise_weights(tensor.f32(), name, kind) if groups is None else groups
     if tensor.kind == kind and tensor.block_scale is None:
         return tensor
     values = tensor.f32()
@@ -101,15 +105,16 @@ def rounded_to_q8(x: F32) -> F32:
     return values[..., : x.shape[-1]]
 
 
-def quantise_weights(weight: F32, name: str = "without a name") -> Groups:
-    """Rounds a float32 matrix [out, in] to int8 groups, for kinds that have no exact group form: to the values that
-    a Q8_0 file of it holds (quantise_q8), so that a model and its quantised file give the same bits.
+def quantise_weights(weight: F32, name: str = "without a name", kind: str = "Q8_0") -> Groups:
+    """Rounds a float32 matrix [out, in] to groups, for kinds that have no exact group form: to the values that a file
+    of `kind` (Q8_0 or Q4_0) holds, so that a model and its quantised file give the same bits.
 
     The result's width is filled up with zeros to a multiple of 32. Raises ModelError, naming the tensor, for a weight
     that is not finite or too large for a float16 scale.
     """
     try:
-        return quantise_q8(_grouped(weight).reshape(len(weight), -1))
+        rounded = quantise_q4 if kind == "Q4_0" else quantise_q8
+        return rounded(_grouped(weight).reshape(len(weight), -1))
     except ModelError as error:
         raise ModelError(f"tensor {name}: {error}") from None
 
