@@ -234,8 +234,9 @@ class Stats:
     of the rounds whose time is decode_s: rounds that read more than one token of the prompt count as prefill_s.
 
     accepted_at[i] counts the rounds in which draft position i was accepted; drafted_at[i] those in which one was
-    proposed there. by_source: drafter's name -> [drafted, accepted]. Seconds are those of whole rounds: requests that share passes, as in generate_many, each report the
-    shared time, so their seconds do not add up and tokens_per_second is one request's share of the throughput.
+    proposed there. by_source: drafter's name -> [drafted, accepted]. Seconds are those of whole rounds: requests that
+    share passes, as in generate_many, each report the shared time, so their seconds do not add up and
+    tokens_per_second is one request's share of the throughput.
     """
 
     prompt_tokens: int = 0
