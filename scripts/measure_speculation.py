@@ -3,10 +3,11 @@
 
     scripts/measure_speculation.py [--model M] [--precision P] [--draft-model D] [--self] [--json OUT.json]
 
-Prompts of three classes: chat (free prose: little to guess), repetition (summarise or edit a text that is in the prompt)
-and nothing (sampled at a high temperature: nobody can guess it). A mode's figure is the median over prompts and turns of
-its tokens per second over plain decoding's in the same turn; the interval is that of the median (bootstrap, 95 %).
-"sweep" is the best of the fixed draft lengths. Answers must be equal in all modes; the run stops where one is not.
+Prompts of three classes: chat (free prose: little to guess), repetition (write a text of the prompt again, changed or
+not) and nothing (sampled at a high temperature: nobody can guess it). A figure is the median over prompts and turns of
+a mode's tokens per second over plain decoding's in the same turn, with the interval of that median (bootstrap, 95 %).
+A number behind a source is a fixed draft length; without one the controller decides. Answers must be equal in all
+modes; the run stops where one is not.
 """
 
 from __future__ import annotations
