@@ -238,7 +238,6 @@ def test_every_model_option_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
         (["generate", "x", "--draft", "ngram", "--draft-model", "y"], 2, "--draft-model and --draft ngram exclude"),
         (["generate", "x", "--draft", "datastore"], 2, "--draft datastore needs --datastore FILE"),
         (["generate", "x", "--draft", "none", "--datastore", "y"], 2, "--datastore and --draft none exclude"),
-        (["generate", "x", "--draft-model", "y", "--datastore", "y"], 2, "--datastore and --draft-model exclude"),
         (["generate", "x", "--top-k", "x"], 2, "'--top-k'"),
         (["generate", "x", "--nonsense"], 2, "--nonsense"),
         (["nonsense"], 2, "nonsense"),

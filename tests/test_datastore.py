@@ -24,7 +24,7 @@ import tiny
 import tiny_folder
 from outpace import LanguageModel, ModelError, SampleOpts, UsageError, WeightMap
 from outpace.backends.native import NativeBackend
-from outpace.cli import build as command_line
+from outpace.cli.app import build as command_line
 from outpace.controller import Controller
 from outpace.decode import Decoder
 from outpace.drafters import DatastoreDrafter, Drafter, State, SuffixDrafter, Want

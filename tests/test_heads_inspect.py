@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from heads_files import HEADS, LAYOUTS, TARGET, TARGET_ARRAYS, hf, random_head
-from outpace.cli import build
+from outpace.cli.app import build
 from outpace.weights.safetensors import write_safetensors
 
 

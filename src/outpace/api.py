@@ -278,12 +278,12 @@ class LanguageModel:
         )
 
     def __repr__(self) -> str:
-        drafters = " and ".join(drafter.name for drafter in self.drafters) or "no drafter"
+        drafters = " and ".join(drafter.name for drafter in self.drafters) or "none"
         shape = f"{self.config.architecture}, {self.config.num_hidden_layers} layers"
         closed = ", closed" if self._closed else ""
         return (
             f"<LanguageModel {self.name or 'without a name'}: {shape}, context {self.target.capacity.positions}, "
-            f"{drafters}{closed}>"
+            f"drafter {drafters}{closed}>"
         )
 
     @property
