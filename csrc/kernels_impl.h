@@ -310,14 +310,23 @@ void quantise(const float* x, int n, const Panels& to, int row, int from, int en
         const int32_t top = largest(choose(absolute_a > absolute_b, absolute_a, absolute_b));
         float amax;
         std::memcpy(&amax, &top, 4);
-        const Floats inverse = fill(top == 0 ? 0.0f : 127.0f / amax);
-        const Ints zero = bits(fill(ROUND));
-        const Ints qa = bits(a * inverse + fill(ROUND)) - zero, qb = bits(b * inverse + fill(ROUND)) - zero;
-        store_int8(q, qa);
-        store_int8(q + 16, qb);
-        // Both sums at once, in the halves of 32 bits: neither leaves its 16.
-        const int32_t both = sum(qa + shift_left(qb, 16));
-        const int32_t first = static_cast<int16_t>(both), last = (both - first) >> 16, total = first + last;
+        const float inverse = 127.0f / amax;
+        int32_t first = 0, last = 0;
+        // Without a number, or with numbers so small that they are as good as zero, there is nothing to round; what the
+        // group is worth then lies in D: NaN or infinity times 0 is NaN.
+        if (inverse > 0.0f && inverse < __builtin_inff()) {
+            const Ints zero = bits(fill(ROUND));
+            const Ints qa = bits(a * fill(inverse) + fill(ROUND)) - zero, qb = bits(b * fill(inverse) + fill(ROUND)) - zero;
+            store_int8(q, qa);
+            store_int8(q + 16, qb);
+            // Both sums at once, in the halves of 32 bits: neither leaves its 16.
+            const int32_t both = sum(qa + shift_left(qb, 16));
+            first = static_cast<int16_t>(both);
+            last = (both - first) >> 16;
+        } else {
+            std::memset(q, 0, GROUP);
+        }
+        const int32_t total = first + last;
         const int32_t starts[5] = {round, round - 8 * total, round - 128 * total, round - 32 * first, round - 32 * last};
         meta[Panels::D * rows] = amax / 127.0f;
         meta[Panels::SUM * rows] = static_cast<float>(total);

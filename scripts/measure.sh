@@ -27,11 +27,11 @@ kernels() { # NAME OPTIONS...: outpace bench kernels, its JSON into NAME.json
 files=(build/peers/models/*Q8_0.gguf build/peers/models/*Q4_0.gguf "$($PYTHON -c 'from outpace import hub; print(hub.resolve("smollm2-135m"))')")
 
 wanted smollm2 && {
-    kernels smollm2-4bit --seconds 20
-    kernels smollm2-8bit --shape smollm2-135m --bits 8 --seconds 20
+    kernels smollm2-4bit --seconds 15
+    kernels smollm2-8bit --shape smollm2-135m --bits 8 --seconds 15
 }
 wanted shapes && for shape in qwen3-0.6b qwen3-1.7b qwen3-4b; do
-    for bits in 8 4; do kernels $shape-${bits}bit --shape $shape --bits $bits --context 0 --seconds 20; done
+    for bits in 8 4; do kernels $shape-${bits}bit --shape $shape --bits $bits --context 0 --seconds 10; done
 done
 wanted contexts && for cache in f32 f16 q8; do
     kernels contexts-smollm2-$cache --shape smollm2-135m --bits 4 --kv-cache $cache --seconds 6 \
@@ -39,7 +39,7 @@ wanted contexts && for cache in f32 f16 q8; do
 done
 compare() { $PYTHON scripts/compare_llama_cpp.py "${files[@]}" "$@"; }
 wanted llama_cpp && compare --json $FIGURES/llama_cpp.json
-wanted busy && compare --blocks 2 --busy "$(nproc)" --json $FIGURES/llama_cpp_busy.json
+wanted busy && compare --blocks 1 --repeats 1 --tokens 16 --busy "$(nproc)" --json $FIGURES/llama_cpp_busy.json
 wanted perplexity && compare --blocks 0 --perplexity --json $FIGURES/perplexity.json
 wanted torch && $PYTHON scripts/compare_torch.py --json $FIGURES/torch.json
 exit 0

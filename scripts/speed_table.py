@@ -51,7 +51,12 @@ def compared(name: str, figure: str) -> list[str]:
             cells.append(f"{kind} {MISSING}")
             continue
         entry = found[kind]
-        low, high = interval(*(entry["samples"][who][figure] for who in ("outpace", "llama_cpp")))
+        samples = [entry["samples"][who][figure] for who in ("outpace", "llama_cpp")]
+        if min(map(len, samples)) < 4:  # too few for an interval
+            low, high = entry[figure]["ratio"], entry["best"][figure]["ratio"]
+            cells.append(f"{kind} **{low:.2f}** by the medians of {len(samples[0])}, {high:.2f} by the best")
+            continue
+        low, high = interval(*samples)
         both = f"{entry[figure]['outpace']:.0f} / {entry[figure]['llama_cpp']:.0f}"
         cells.append(f"{kind} **{entry[figure]['ratio']:.2f}** ({low:.2f} to {high:.2f}; {both} tokens/s)")
     return cells

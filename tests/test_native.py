@@ -636,7 +636,11 @@ for kv_cache in t.KINDS:
     digest.update(t.edge_values(kv_cache).tobytes())
 groups = t.random_groups(40, 128, offset=True, half=True)
 x = t.np.random.default_rng(0).standard_normal((30, 128)).astype("f4")
-digest.update(t._native.matmul_int8(x, groups.q, groups.scale, groups.offset, 2).tobytes())
+x[1, 5], x[2, 70], x[3, 40], x[4, 127] = t.np.inf, -t.np.inf, t.np.nan, 3e30
+x[5], x[6, 32:96], x[7, :16] = 1e-38, -3e-39, 1e-38
+y = t._native.matmul_int8(x, groups.q, groups.scale, groups.offset, 2)
+assert (t.np.isfinite(y).all(axis=1) == [r not in (1, 2, 3) for r in range(30)]).all()
+digest.update(t.np.where(t.np.isnan(y), t.np.float32(7), y).tobytes())
 print(t._native.isa(), digest.hexdigest())
 """
 

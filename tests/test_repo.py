@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -169,3 +170,10 @@ def test_the_lock_covers_what_the_project_asks_for() -> None:
         return {name.lower().replace("_", "-") for name in found}
 
     assert plain(names) <= plain(pinned)
+
+
+def test_the_page_of_speeds_says_what_its_figures_say() -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "speed_table.py", "--check"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 
 #include "check.h"
@@ -17,6 +18,7 @@ class Comparison {
         elements();
         sweeps();
         products();
+        other_products();
     }
 
   private:
@@ -106,9 +108,13 @@ class Comparison {
                 const int8_t* q = a.panels.q + a.panels.q_at(r) + g * in_a * GROUP;
                 const float *meta = a.panels.meta + a.panels.meta_at(r) + g * in_a * Panels::FIELDS;
                 const float *other = b.panels.meta + b.panels.meta_at(r) + g * in_b * Panels::FIELDS;
-                expect(meta[0] != meta[0] || std::equal(q, q + GROUP, b.panels.q + b.panels.q_at(r) + g * in_b * GROUP),
+                expect(std::equal(q, q + GROUP, b.panels.q + b.panels.q_at(r) + g * in_b * GROUP),
                        std::string("quantise of ") + family_.name + " rounds otherwise");
                 same({meta[0], meta[in_a]}, {other[0], other[in_b]}, "quantise");
+                for (size_t field = Panels::START_0; field < Panels::FIELDS; ++field) {
+                    expect(std::memcmp(meta + field * in_a, other + field * in_b, 4) == 0,
+                           std::string("quantise of ") + family_.name + " begins sums otherwise");
+                }
             }
         }
     }
@@ -144,6 +150,41 @@ class Comparison {
             compare("matmul_int8", std::vector<float>(static_cast<size_t>(rows) * out), [&](const Kernels& k, float* y) {
                 const bool first = &k == kernels_portable;
                 k.matmul_int8(first ? wa : wb, first ? a.panels : b.panels, 0, wa.blocks, y, out);
+            });
+        }
+    }
+
+    // The kinds that hold floats of 2 bytes, and ggml's k-kinds.
+    void other_products() {
+        using Kind = Matrix::Kind;
+        const int rows = random_.within(1, 20), out = random_.within(1, 40), in = SUPER * random_.within(1, 2);
+        const size_t n = static_cast<size_t>(out) * in;
+        const std::vector<float> x = values(static_cast<size_t>(rows) * in), none(static_cast<size_t>(rows) * out);
+        Arena arena;
+        const auto halves = [&](size_t count, int from, int to) {
+            std::vector<uint16_t> bits(count);
+            for (uint16_t& v : bits) v = static_cast<uint16_t>(random_.within(from, to) | random_.within(0, 1) << 15);
+            return bits;
+        };
+        for (const Kind kind : {Kind::f16, Kind::bf16}) {
+            const Matrix w = pack_16(arena, halves(n, 0, 0x3fff).data(), kind, out, in);
+            compare("matmul_f32 of 2 bytes", none, [&](const Kernels& k, float* y) {
+                k.matmul_f32(w, x.data(), in, rows, 0, w.blocks, y, out);
+            });
+        }
+        const Activations a = quantised(*kernels_portable, x, rows, in), b = quantised(family_, x, rows, in);
+        constexpr struct { Kind kind; int low, high, least, most; } kinds[] = {
+            {Kind::q3_k, -4, 3, -32, 31}, {Kind::q4_k, 0, 15, 0, 63}, {Kind::q5_k, 0, 31, 0, 63},
+            {Kind::q6_k, -32, 31, -128, 127}};
+        for (const auto& each : kinds) {
+            const size_t supers = n / SUPER, scales = n / (Matrix::halves(each.kind) ? 16 : GROUP);
+            const auto q = random_.bytes(n, each.low, each.high);
+            const auto d = halves(supers, 0, 0x3fff), dmin = halves(supers, 0, 0x3fff);
+            const auto scale = random_.bytes(scales, each.least, each.most), minimum = random_.bytes(scales, 0, 63);
+            const Supers parts{q.data(), d.data(), scale.data(), dmin.data(), minimum.data()};
+            const Matrix w = pack_super(arena, parts, each.kind, out, in);
+            compare("matmul_int8 of a k-kind", none, [&](const Kernels& k, float* y) {
+                k.matmul_int8(w, &k == kernels_portable ? a.panels : b.panels, 0, w.blocks, y, out);
             });
         }
     }

@@ -12,7 +12,6 @@ The cache folder is OUTPACE_HOME, else XDG_CACHE_HOME/outpace, else ~/.cache/out
 from __future__ import annotations
 
 import errno
-import fcntl
 import fnmatch
 import hashlib
 import json
@@ -576,13 +575,38 @@ def _work_folder() -> Iterator[Path]:
         for old in parent.glob("pull-*"):
             _remove_if_unlocked(old)
         work = Path(tempfile.mkdtemp(prefix="pull-", dir=parent))
-        lock = os.open(work, os.O_RDONLY)
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock = _locked_folder(work)
     try:
         yield work
     finally:
         shutil.rmtree(work, ignore_errors=True)
-        os.close(lock)
+        if lock is not None:
+            os.close(lock)
+
+
+if sys.platform == "win32":
+    import msvcrt
+
+    def _flock(descriptor: int, *, wait: bool = True) -> None:
+        """Locks an open file until it is closed. Raises OSError when it may not wait and must."""
+        msvcrt.locking(descriptor, msvcrt.LK_LOCK if wait else msvcrt.LK_NBLCK, 1)
+
+    def _locked_folder(folder: Path) -> int | None:
+        """Nothing: folders cannot be locked there, so what killed processes left behind stays."""
+        return None
+
+else:
+    import fcntl
+
+    def _flock(descriptor: int, *, wait: bool = True) -> None:
+        """Locks an open file until it is closed. Raises OSError when it may not wait and must."""
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+
+    def _locked_folder(folder: Path) -> int | None:
+        """A locked descriptor of the folder."""
+        lock = os.open(folder, os.O_RDONLY)
+        _flock(lock)
+        return lock
 
 
 @contextmanager
@@ -590,7 +614,7 @@ def _lock(file: Path) -> Iterator[None]:
     """Waits until no other process is inside."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with open(file, "w") as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
+        _flock(stream.fileno())
         yield
 
 
@@ -600,7 +624,7 @@ def _remove_if_unlocked(folder: Path) -> None:
     except OSError:
         return
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _flock(lock, wait=False)
     except OSError:
         return  # in use
     else:

@@ -95,7 +95,7 @@ def _width(character: str) -> int:
 @contextlib.contextmanager
 def typing_hidden() -> Iterator[None]:
     """Meanwhile what is typed does not show, and waits for the next prompt, also past a Ctrl-C."""
-    if not sys.stdin.isatty():
+    if not sys.stdin.isatty() or sys.platform == "win32":
         yield
         return
     import termios

@@ -147,10 +147,15 @@ def _identity(file: Path) -> bytes:
     with open(file, "rb", buffering=0) as stream:
         about = os.fstat(stream.fileno())
         digest.update(json.dumps([str(file.resolve()), about.st_size, about.st_mtime_ns]).encode())
-        digest.update(os.pread(stream.fileno(), 2 << 20, 0))
+        digest.update(_read_at(stream.fileno(), 2 << 20, 0))
         for sample in range(1, 65):
-            digest.update(os.pread(stream.fileno(), SAMPLE, max(0, about.st_size * sample // 64 - SAMPLE)))
+            digest.update(_read_at(stream.fileno(), SAMPLE, max(0, about.st_size * sample // 64 - SAMPLE)))
     return digest.digest()
+
+
+def _read_at(descriptor: int, count: int, at: int) -> bytes:
+    os.lseek(descriptor, at, os.SEEK_SET)
+    return os.read(descriptor, count)
 
 
 def _ends(data: Bytes) -> int:
@@ -181,13 +186,13 @@ def _head(key: str, parts: Sequence[Part]) -> tuple[bytes, list[int]]:
 def _parse(descriptor: int, key: str) -> list[Part] | None:
     """The parts of an open file, None when it has another key. Raises ValueError or OSError for a damaged one."""
     size = os.fstat(descriptor).st_size
-    fixed = os.pread(descriptor, len(MAGIC) + 12, 0)
+    fixed = _read_at(descriptor, len(MAGIC) + 12, 0)
     if len(fixed) < len(MAGIC) + 12 or not fixed.startswith(MAGIC):
         raise ValueError("not a file of re-laid weights")
     length, crc = struct.unpack_from("<QI", fixed, len(MAGIC))
     if not 0 < length <= min(MAX_HEAD, size):
         raise ValueError("impossible head")
-    text = os.pread(descriptor, length, len(fixed))
+    text = _read_at(descriptor, length, len(fixed))
     if len(text) != length or zlib.crc32(text) != crc:
         raise ValueError("damaged head")
     try:
