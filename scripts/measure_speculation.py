@@ -91,6 +91,8 @@ def measure(modes: dict[str, tuple[list[Drafter], int | None]], plain: LanguageM
                     )
                     result = model.generate(ids, opts)
                     model.engine.close()
+                    for drafter in drafters:
+                        drafter.close()  # a draft model reads the prompt each time
                     answers.add(tuple(result.token_ids))
                     speeds[mode] = result.stats.tokens_per_second
                     rounds[mode].append(result.stats.tokens_per_round)

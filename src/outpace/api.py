@@ -106,9 +106,9 @@ def load(
 ) -> LanguageModel:
     """Loads a model: a built-in name, a Hugging Face id, a folder or a .gguf file.
 
-    precision: "int8" keeps a quantised file's values and rounds others to 8 bits in groups of 32; "f32" computes in
-    float32; "bf16" computes in float32 with weights of 2 bytes: those of F16 and BF16 files as they are, F32 and FP8
-    rounded to bfloat16. draft: "auto", "draft_model", "self", "ngram", "suffix", "datastore" or "none"; "auto" takes
+    precision: "int8" keeps a quantised file's values and rounds others to 8 bits in groups of 32; "int4" rounds what has
+    more than 4 bits to 4; "f32" computes in float32; "bf16" does so with weights of 2 bytes: those of F16 and BF16 files
+    as they are, F32 and FP8 rounded to bfloat16. draft: "auto", "draft_model", "self", "ngram", "suffix", "datastore" or "none"; "auto" takes
     the text itself, and beside it the draft model and the datastore where they are given. draft_model: the model that
     drafts; "self": the model's own weights at 4 bits, held a second time, and the text.
     datastore: a file of `outpace index`. draft_tokens: always draft this many (0 .. 15), from the draft model where
@@ -201,7 +201,8 @@ def load(
     if drafters and draft_tokens is None:
         how = f"{target.isa}, {target.threads} threads" if isinstance(target, NativeBackend) else backend
         kept = hub.relaid(loaded.path) / "costs.json" if cache else None
-        shape = kept_shape(target, kept, f"{precision}, {kv_cache} cache, {how}")
+        when = loaded.path.stat().st_mtime_ns
+        shape = kept_shape(target, kept, f"{precision}, {kv_cache} cache, {how}, of {when}")
     return LanguageModel(
         target,
         tokenizer,

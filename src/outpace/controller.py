@@ -28,6 +28,7 @@ MAX_DRAFT = 15  # with the pending token 16 rows: the width that kernels are bui
 FIXED_DRAFT = 4  # length for the rejection and block rules
 _ANCHOR_EVERY = 128  # rounds with drafts between two measurements of the plain round
 _PROBE_SHARE = 0.01  # of the tokens per second may be spent on trying sources that do not promise to pay
+_PROBE_NEW = 2  # tokens of a first draft
 _PROBE_EVERY = 8, 1024  # ... but not more often, nor more seldom, in rounds
 
 
@@ -35,12 +36,14 @@ _PROBE_EVERY = 8, 1024  # ... but not more often, nor more seldom, in rounds
 class Offer:
     """What a source can do for a request. gains[i]: the chance that draft token i is reached and accepted.
 
-    draft: the tokens, from a source whose drafts cost nothing; None from one that drafts when it is chosen.
+    draft: the tokens, from a source whose drafts cost nothing; None from one that drafts when it is chosen. main: the
+    source that requests with a fixed draft take.
     """
 
     source: str
     gains: Sequence[float]
     draft: Draft | None = None
+    main: bool = True
 
 
 @dataclass(slots=True)
@@ -78,11 +81,11 @@ class Controller:
         """The evidence of a new request."""
         return Evidence(self.evidence)
 
-    def choose(self, asks: Sequence[Ask], others: int = 0) -> list[Choice]:
-        """A choice for each request. others: rows (and tokens) of the pass that belong to requests without drafts."""
+    def choose(self, asks: Sequence[Ask], rows: int = 0, others: int = 0) -> list[Choice]:
+        """A choice for each request. rows: of the pass that belong to other requests, `others` in number."""
         choices = [self._steady(ask) for ask in asks]
         free = [i for i, ask in enumerate(asks) if not self._is_steady(ask)]
-        base = others + len(asks) + sum(choice.length for choice in choices)
+        base = rows + len(asks) + sum(choice.length for choice in choices)
         for i, choice in zip(free, self._by_evidence(base, [asks[i] for i in free], others + len(asks)), strict=True):
             choices[i] = choice
         return choices
@@ -92,7 +95,7 @@ class Controller:
 
     def _steady(self, ask: Ask) -> Choice:
         length = FIXED_DRAFT if self.fixed is None else self.fixed
-        if not self._is_steady(ask) or not ask.offers:
+        if not self._is_steady(ask) or not ask.offers or not ask.offers[0].main:
             return Choice()
         main = ask.offers[0]
         return Choice(main, min(length, ask.most, len(main.gains)))
@@ -105,12 +108,14 @@ class Controller:
         if not self.costs.knows(base) or self._since_plain.get(base, 0) >= _ANCHOR_EVERY:
             self._since_plain[base] = 0
             return none
-        choices = self._best(base, sure, asks)
+        choices, rate = self._best(base, sure, asks)
         if any(choice.length for choice in choices):
             self._since_plain[base] = self._since_plain.get(base, 0) + 1
-        return self._probe(base, sure, asks, choices)
+        return self._probe(base, sure, asks, choices, rate)
 
-    def _probe(self, base: int, sure: int, asks: Sequence[Ask], choices: list[Choice]) -> list[Choice]:
+    def _probe(
+        self, base: int, sure: int, asks: Sequence[Ask], choices: list[Choice], best_rate: float
+    ) -> list[Choice]:
         """Now and then tries a source that costs something and was not chosen for long: the nearer it came to paying,
         the sooner."""
         drafting = [choice for choice in choices if choice.length]
@@ -118,8 +123,7 @@ class Controller:
             self._idle = 0
             return choices
         self._idle += 1
-        # A round that drafts from elsewhere is left alone.
-        if self._idle < _PROBE_EVERY[0] or drafting:
+        if self._idle < _PROBE_EVERY[0]:
             return choices
         costly = [(i, offer) for i, ask in enumerate(asks) for offer in ask.offers if offer.draft is None]
         if not costly:
@@ -127,15 +131,16 @@ class Controller:
         costs = self.costs.passes(base, base + max(len(offer.gains) for _, offer in costly))
         trials = [(*self._prefix(offer, sure, costs), i, offer) for i, offer in costly if offer.gains]
         rate, length, i, offer = max(trials, key=lambda trial: trial[0])
-        # Tokens that the plain round would have emitted in the time, and this one is not expected to.
-        lost = (sure / costs[0] - rate) * (costs[length] + length * self._token_s(offer))
+        # Tokens that the best choice would have emitted in the time, and this one is not expected to.
+        lost = (best_rate - rate) * (costs[length] + length * self._token_s(offer))
         patience = min(_PROBE_EVERY[1], lost / (_PROBE_SHARE * sure))
         if self._idle >= patience or self.costs.is_new(offer.source):
             self._idle = 0
             choices[i] = Choice(offer, length)
         return choices
 
-    def _best(self, base: int, sure: int, asks: Sequence[Ask]) -> list[Choice]:
+    def _best(self, base: int, sure: int, asks: Sequence[Ask]) -> tuple[list[Choice], float]:
+        """The choices with the most expected tokens per second, and how many these are."""
         most = sum(max((len(offer.gains) for offer in ask.offers), default=0) for ask in asks)
         costs = self.costs.passes(base, base + most)
         picked = [self._pick(ask, sure, costs) for ask in asks]
@@ -157,17 +162,23 @@ class Controller:
             rate = expected / (costs[len(order)] + spent)
             if rate > best_rate:
                 best_rate, best_count = rate, len(order)
-            if chosen[i] < len(offer.gains):
+            if chosen[i] < self._most(offer):
                 heapq.heappush(heap, (-offer.gains[chosen[i]], i))
         if not best_count:
-            return [Choice() for _ in asks]
+            return [Choice() for _ in asks], best_rate
         last = costs[best_count] - costs[0] + drafting[best_count]
         worth = best_rate * last / best_count  # of an average row
         counts = [order[:best_count].count(i) for i in range(len(asks))]
-        return [
+        choices = [
             Choice(offer, n, worth) if offer is not None and n else Choice()
             for offer, n in zip(picked, counts, strict=True)
         ]
+        return choices, best_rate
+
+    def _most(self, offer: Offer) -> int:
+        """Tokens of the offer that may be drafted: until a source's cost is known, few."""
+        new = offer.draft is None and self.costs.is_new(offer.source)
+        return min(len(offer.gains), _PROBE_NEW) if new else len(offer.gains)
 
     def _token_s(self, offer: Offer) -> float:
         return 0.0 if offer.draft is not None else self.costs.draft(offer.source)
@@ -180,7 +191,7 @@ class Controller:
     def _prefix(self, offer: Offer, sure: int, costs: Sequence[float]) -> tuple[float, int]:
         """The best tokens per second of a pass with this draft alone, one token at least; and its length."""
         expected, token_s, best = float(sure), self._token_s(offer), (0.0, 0)
-        for k, gain in enumerate(offer.gains, start=1):
+        for k, gain in enumerate(offer.gains[: self._most(offer)], start=1):
             expected += gain
             rate = expected / (costs[k] + k * token_s)
             if rate > best[0]:

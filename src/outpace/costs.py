@@ -16,9 +16,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from .backends.base import Backend, Rows
+from .types import CapacityError
 
 _ROW_PRIOR = 0.08  # T(rows) / T(1) - 1 per further row where nothing is known
 _SHAPE_ROWS = (1, 2, 4, 8, 12, 16)
+_STALE = 512  # passes after which a timing that was not renewed is forgotten
 
 
 class Timing:
@@ -26,17 +28,17 @@ class Timing:
 
     def __init__(self) -> None:
         self._last: deque[float] = deque(maxlen=7)
+        self.value = 0.0
+        self.when = 0  # passes before the latest one
 
-    def add(self, seconds: float) -> None:
+    def add(self, seconds: float, when: int = 0) -> None:
         self._last.append(seconds)
+        self.value = sorted(self._last)[(len(self._last) - 1) // 2]
+        self.when = when
 
     @property
     def count(self) -> int:
         return len(self._last)
-
-    @property
-    def value(self) -> float:
-        return sorted(self._last)[(len(self._last) - 1) // 2] if self._last else 0.0
 
 
 class Costs:
@@ -50,12 +52,16 @@ class Costs:
         self._shape = sorted((shape or {}).items())
         self._passes: dict[int, Timing] = {}
         self._drafts: dict[str, Timing] = {}
+        self._now = 0  # passes so far
 
     def add_pass(self, rows: int, seconds: float) -> None:
-        self._passes.setdefault(rows, Timing()).add(seconds)
+        self._now += 1
+        self._passes.setdefault(rows, Timing()).add(seconds, self._now)
 
-    def add_draft(self, source: str, tokens: int, seconds: float) -> None:
-        if tokens:
+    def add_draft(self, source: str, tokens: int, seconds: float, *, behind: bool = False) -> None:
+        """behind: the source had to read more than the last round's tokens first, which says little about a draft token
+        and counts only while nothing better is known."""
+        if tokens and (self.is_new(source) or not behind):
             self._drafts.setdefault(source, Timing()).add(seconds / tokens)
 
     def knows(self, rows: int) -> bool:
@@ -75,7 +81,9 @@ class Costs:
     def passes(self, first: int, last: int) -> list[float]:
         """Seconds of passes of first .. last rows: measured, interpolated, or the nearest measured one scaled by the
         shape. In units of a one-row pass while nothing was measured."""
-        known = sorted((rows, timing.value) for rows, timing in self._passes.items())
+        # What was measured long ago may have been a busy minute: the shape, scaled by a fresh pass, is better.
+        fresh = (item for item in self._passes.items() if self._now - item[1].when < _STALE)
+        known = sorted((rows, timing.value) for rows, timing in fresh)
         if not known:
             return [self._ratio(rows) for rows in range(first, last + 1)]
         costs, at = [], 0
@@ -108,16 +116,19 @@ class Costs:
 
 def measure_shape(target: Backend, seconds: float = 0.3, rows: Sequence[int] = _SHAPE_ROWS) -> dict[int, float]:
     """T(n) / T(1) for some row counts, on an empty slot: medians of interleaved passes for about so many seconds, each
-    count twice at least. {} when the target takes no pass of that many rows, or has no slot."""
+    count once at least. {} when the target takes no pass of that many rows, or has no slot."""
     fit = [n for n in rows if n <= min(target.capacity.rows, target.capacity.positions)]
     if len(fit) < 2:
         return {}
-    slot = target.new_slot()
+    try:
+        slot = target.new_slot()
+    except CapacityError:
+        return {}
     try:
         target.forward([Rows(slot, [0] * fit[-1])])  # the first pass finds pages and caches cold
         times: dict[int, list[float]] = {n: [] for n in fit}
         end = time.perf_counter() + seconds
-        while len(times[fit[0]]) < 2 or (len(times[fit[0]]) < 15 and time.perf_counter() < end):
+        while not times[fit[0]] or (len(times[fit[0]]) < 15 and time.perf_counter() < end):
             for n in fit:
                 start = time.perf_counter()
                 target.forward([Rows(slot, [0] * n)])
@@ -138,10 +149,10 @@ def kept_shape(target: Backend, file: Path | None, key: str) -> dict[int, float]
     written, is as if it were not there. key: what the costs depend on besides the model."""
     kept: dict[str, dict[str, float]] = {}
     if file is not None:
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, RecursionError):
             found = json.loads(file.read_text(encoding="utf-8"))
             kept = found if isinstance(found, dict) else {}
-    with contextlib.suppress(AttributeError, TypeError, ValueError):
+    with contextlib.suppress(AttributeError, TypeError, ValueError, OverflowError):
         shape = {int(rows): float(ratio) for rows, ratio in kept[key].items()} if key in kept else {}
         if shape and all(n > 0 and math.isfinite(ratio) and ratio > 0 for n, ratio in shape.items()):
             return shape

@@ -14,7 +14,7 @@ import operator
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
@@ -46,7 +46,8 @@ class Request:
     tokens: prompt and emitted tokens. slot: the target's. read: how many of `tokens` the slot holds.
     limit: most tokens to emit. finish: "" while running, then "stop" (end token, stop token or stop string),
     "length", "cancelled" or "error" (error says which). taps: wanted hidden states; tapped[t] collects one float32 row
-    per token read. evidence: how its drafts fare. without: drafters that failed for it.
+    per token read. evidence: how its drafts fare. without: drafters that failed for it. drafted_by: the source that drafted
+    in the last round, of those that cost something.
     """
 
     prompt: tuple[int, ...]
@@ -68,6 +69,7 @@ class Request:
     rounds: list[Round] = field(default_factory=list)
     stats: Stats = field(default_factory=Stats)
     without: set[str] = field(default_factory=set)
+    drafted_by: str = ""
     state: State = field(init=False)
 
     def __post_init__(self) -> None:
@@ -118,12 +120,14 @@ class Request:
 class _Share:
     """One request's part of a pass: tokens to read, then a draft (empty while the prompt is not read to its end).
 
-    offered: drafts of free sources, chosen or not: what is emitted says how good they were.
+    made: what a source that costs something drafted when it was chosen, before a constraint cut it. offered: drafts of
+    free sources, chosen or not. What is emitted says how good they were.
     """
 
     request: Request
     reading: list[int]
     draft: Draft = field(default_factory=Draft)
+    made: Draft | None = None
     offered: list[Draft] = field(default_factory=list)
 
     @property
@@ -156,7 +160,7 @@ class Decoder:
         self.controller = controller or Controller()
         # Each request has its row and room for a short draft, however much of a prompt another one brings: rules that
         # draft a fixed length must not depend on company.
-        self._reserve = FIXED_DRAFT if self.drafters else 0
+        self._reserve = max(FIXED_DRAFT, self.controller.fixed or 0) if self.drafters else 0
         self.most = max(1, target.capacity.rows // (1 + self._reserve))  # requests in a pass
 
     def round(self, requests: Sequence[Request]) -> None:
@@ -226,21 +230,33 @@ class Decoder:
                 drafts = self._draft(drafter, [(willing[i], Want(willing[i].request.state, limits[i])) for i in usable])
                 for i, draft in zip(usable, drafts, strict=True):
                     asks[i].offers.append(_made(draft, asks[i].evidence))
+                    asks[i].offers[-1].main = drafter is self.drafters[0]
                     willing[i].offered.append(draft)
             else:
                 for i in usable:
                     chances = asks[i].evidence.by_place(drafter.name, limits[i])
-                    asks[i].offers.append(Offer(drafter.name, list(itertools.accumulate(chances, operator.mul))))
-        choices = self.controller.choose(asks, others=len(shares) - len(willing))
+                    gains = list(itertools.accumulate(chances, operator.mul))
+                    asks[i].offers.append(Offer(drafter.name, gains, main=drafter is self.drafters[0]))
+        others = [share for share in shares if not any(share is each for each in willing)]
+        choices = self.controller.choose(asks, sum(len(share.reading) for share in others), len(others))
         for drafter in self.drafters:
             chosen = [i for i, choice in enumerate(choices) if _is_from(choice, drafter)]
             wanted = [(willing[i], _want(willing[i], choices[i], limits[i], drafter)) for i in chosen]
             start = time.perf_counter()
             drafts = self._draft(drafter, wanted) if wanted else []
-            self.controller.costs.add_draft(drafter.name, sum(map(len, drafts)), time.perf_counter() - start)
+            if wanted:
+                # A source that did not draft in the last round has first to read what came since.
+                behind = any(drafter.name != share.request.drafted_by for share, _ in wanted)
+                steps = max(1, sum(map(len, drafts)))  # a draft that came to nothing took its time, too
+                self.controller.costs.add_draft(drafter.name, steps, time.perf_counter() - start, behind=behind)
             for i, draft in zip(chosen, drafts, strict=True):
-                willing[i].draft = draft
+                share, free = willing[i], [offer for offer in asks[i].offers if offer.draft is not None]
+                share.draft = share.made = draft
+                if not len(draft) and free and not asks[i].evidence.steady:
+                    best = max(free, key=lambda offer: sum(offer.gains[: choices[i].length]))
+                    share.draft = best.draft.cut(choices[i].length) if best.draft is not None else draft
         for share, choice in zip(willing, choices, strict=True):
+            share.request.drafted_by = share.made.source if share.made is not None else ""
             if choice.offer is not None and choice.offer.draft is not None:
                 share.draft = choice.offer.draft.cut(choice.length)
             try:
@@ -250,17 +266,25 @@ class Decoder:
 
     def _draft(self, drafter: Drafter, wanted: Sequence[tuple[_Share, Want]]) -> list[Draft]:
         """What the drafter proposes, checked. One that fails is left out from here on for these requests."""
-        vocab = self.target.config.vocab_size
+        vocab, name = self.target.config.vocab_size, drafter.name
+        none = Draft(source=name)
         try:
-            drafts = drafter.propose([want for _, want in wanted])
-            pairs = zip(drafts, wanted, strict=True)
-            return [draft.cut(max(want.most, want.stretch)).checked(vocab) for draft, (_, want) in pairs]
+            drafts = list(drafter.propose([want for _, want in wanted]))
+            if len(drafts) != len(wanted):
+                raise UsageError(f"it made {len(drafts)} drafts where {len(wanted)} were wanted")
         except Exception as error:  # whatever a drafter does, it must not cost the answer
-            for share, _ in wanted:
-                share.request.without.add(drafter.name)
-            why = str(error) if isinstance(error, OutpaceError) else f"{type(error).__name__}: {error}"
-            warnings.warn(f"drafter {drafter.name} failed and is left out for this request: {why}", stacklevel=5)
-            return [Draft(source=drafter.name)] * len(wanted)
+            _leave_out(name, [share.request for share, _ in wanted], error)
+            return [none] * len(wanted)
+        for i, (share, want) in enumerate(wanted):
+            try:
+                draft = drafts[i].cut(max(want.most, want.stretch)).checked(vocab)
+                if draft.parents is not None and share.request.opts.rule == "block" and share.request.evidence.steady:
+                    raise UsageError("block verification is defined for chains, and it drafted a tree")
+                drafts[i] = replace(draft, source=name)
+            except Exception as error:
+                _leave_out(name, [share.request], error)
+                drafts[i] = none
+        return drafts
 
     def _limit(self, request: Request, room: int) -> int:
         """Most draft tokens that can be of use: each must leave a place for the token after it."""
@@ -306,11 +330,20 @@ class Decoder:
             counts = stats.by_source.setdefault(draft.source, [0, 0])
             counts[0] += len(draft)
             counts[1] += accepted
-        for counts, n in ((stats.drafted_at, len(draft)), (stats.accepted_at, accepted)):
-            counts.extend([0] * (n - len(counts)))
+        depth = draft.depth
+        for counts, n in ((stats.drafted_at, depth), (stats.accepted_at, accepted)):
+            counts.extend([0] * (depth - len(counts)))
             for i in range(n):
                 counts[i] += 1
         return verdict.kept[: emitted - 1]
+
+
+def _leave_out(name: str, requests: Sequence[Request], error: Exception) -> None:
+    """These requests go on without the drafter."""
+    for request in requests:
+        request.without.add(name)
+    why = str(error) if isinstance(error, OutpaceError) else f"{type(error).__name__}: {error}"
+    warnings.warn(f"drafter {name} failed and is left out for this request: {why}", stacklevel=6)
 
 
 def _made(draft: Draft, evidence: Evidence) -> Offer:
@@ -334,7 +367,9 @@ def _made(draft: Draft, evidence: Evidence) -> Offer:
 def _learn(share: _Share, emitted: Sequence[int]) -> None:
     """Counts what became of the draft, and of those that cost nothing and were not chosen."""
     evidence = share.request.evidence
-    for draft in (share.draft, *(offered for offered in share.offered if offered.source != share.draft.source)):
+    if share.made is not None:
+        evidence.observe(share.made, emitted, chosen=True)
+    for draft in share.offered:
         evidence.observe(draft, emitted)
 
 

@@ -8,6 +8,7 @@ rounds, api.py turns requests into results.
 from __future__ import annotations
 
 import threading
+import warnings
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -169,8 +170,9 @@ class Engine:
             self._slots.close(request, request.tokens)
         else:  # failed, or interrupted while it was admitted: nobody knows what the slot holds
             self._slots.drop(request)
-        try:
-            for drafter in self.decoder.drafters:
+        for drafter in self.decoder.drafters:
+            try:
                 drafter.forget(request.state)
-        finally:
-            self.running.remove(request)
+            except Exception as error:  # whatever a drafter does, it must not cost the answer
+                warnings.warn(f"drafter {drafter.name} failed to forget a request: {error!r}", stacklevel=2)
+        self.running.remove(request)

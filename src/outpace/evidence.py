@@ -45,10 +45,14 @@ class Evidence:
         """The same for tokens that the source is so sure of (0 .. 1): what became of tokens it was as sure of."""
         return [self._chance((source, "confidence", _step(sure)), sure) for sure in confidence]
 
-    def observe(self, draft: Draft, emitted: Sequence[int]) -> None:
-        """The text went on with these tokens: which of the draft's were right, as far as they can be judged."""
+    def observe(self, draft: Draft, emitted: Sequence[int], *, chosen: bool = False) -> None:
+        """The text went on with these tokens: which of the draft's were right, as far as they can be judged. chosen: the
+        source was asked for a draft, so that none at all is a failure, too."""
         path = draft.follow(emitted)
-        self._fade(draft.source)
+        if len(draft) or chosen:
+            self._fade(draft.source)
+        if chosen and not len(draft):
+            self._add((draft.source, "place", 0), False)
         for depth, parent in enumerate((-1, *path)[: len(emitted)]):
             children = draft.children(parent)
             if not children:

@@ -144,13 +144,20 @@ class Draft:
         """The draft with plain integers as tokens. Raises UsageError for a token outside the vocabulary, and for a q
         that is no distribution or that the token cannot have been drawn from."""
         tokens = token_ids("draft", self.tokens)
+        parents = None if self.parents is None else token_ids("a draft's parents", self.parents)
+        sure = self.confidence
+        if sure is not None:
+            numbers = [_number(value) for value in sure]
+            if not all(value is not None and 0.0 <= value <= 1.0 for value in numbers):
+                raise UsageError(f"a draft's confidences must be numbers in 0 .. 1, got {_short(sure)}")
+            sure = tuple(float(value) for value in numbers if value is not None)
         for i, token in enumerate(tokens):
             if not 0 <= token < vocab_size:
                 raise UsageError(f"draft token id {token} is outside the vocabulary of {vocab_size}")
             q = self.q[i] if self.q is not None else None
             if q is not None and not (q.is_sound() and q.prob(token) > 0.0):
                 raise UsageError(f"draft token {i} has a q that it cannot have been drawn from")
-        return replace(self, tokens=tokens)
+        return replace(self, tokens=tokens, parents=parents, confidence=sure)
 
     def path(self, node: int) -> tuple[int, ...]:
         """The draft's tokens from the context up to and with draft token `node`; () for -1."""
@@ -161,6 +168,16 @@ class Draft:
             tokens.append(self.tokens[node])
             node = self.parents[node]
         return tuple(reversed(tokens))
+
+    @property
+    def depth(self) -> int:
+        """Tokens of its longest path."""
+        if self.parents is None:
+            return len(self.tokens)
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+        return max(depths, default=0)
 
     def children(self, node: int) -> list[int]:
         """Draft tokens that follow `node` (-1: the context), in the order they were drawn."""

@@ -139,6 +139,7 @@ def as_object(model: LanguageModel, result: Result) -> dict[str, Any]:
         "finish_reason": result.finish_reason,
         "seed": result.seed,
         "model": model.name,
+        "rounds": [each._asdict() for each in result.rounds],
         "stats": asdict(stats) | {name: getattr(stats, name) for name in shares},
     }
     if result.logprobs:

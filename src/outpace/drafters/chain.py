@@ -25,16 +25,16 @@ class Chain:
         """Draws the next token from float32 [vocab_size] as the request's sampler does (coupled noise, or from q)."""
         sampler = self.state.sampler
         token, q = sampler.draft(logits, self.tokens)
-        sure = sampler.confidence(logits, token)
         want = self._want
-        self._reach *= sure if want.chances is None else want.chances((sure,))[0]
-        if self._reach < want.worth:
-            self.goes_on = False
-            return
         self.tokens.append(token)
         self._q.append(q)
-        self._confidence.append(sure)
-        self.goes_on = len(self.tokens) < self.room
+        if want.worth > 0.0:  # nobody asks how sure a draft of fixed length is
+            sure = sampler.confidence(logits, token)
+            self._confidence.append(sure)
+            self._reach *= sure if want.chances is None else want.chances((sure,))[0]
+        # This token is paid for; the question is whether another one is worth its draft and its row.
+        self.goes_on = len(self.tokens) < self.room and self._reach >= want.worth
 
     def draft(self, source: str) -> Draft:
-        return Draft(tuple(self.tokens), tuple(self._q), source=source, confidence=tuple(self._confidence))
+        sure = tuple(self._confidence) if self._want.worth > 0.0 else None
+        return Draft(tuple(self.tokens), tuple(self._q), source=source, confidence=sure)
