@@ -429,7 +429,7 @@ def test_any_datastore_leaves_the_tokens_as_they_are(tmp_path: Path) -> None:
         DatastoreDrafter(datastore),
         DatastoreDrafter(datastore, branches=3, shortest=1, least=0.0, reach=9.0),
     ]
-    for used in ([drafters[0]], [drafters[1]], [SuffixDrafter(), drafters[0]]):
+    for used in ([drafters[0]], [drafters[1]], [drafters[0], SuffixDrafter()]):
         for fixed in (None, 1, 5, 15):
             with LanguageModel(NativeBackend(config, WeightMap.from_tensors(arrays)), None) as model:
                 model.engine.decoder = Decoder(model.target, used, Controller(fixed))

@@ -46,8 +46,8 @@ class Request:
     tokens: prompt and emitted tokens. slot: the target's. read: how many of `tokens` the slot holds.
     limit: most tokens to emit. finish: "" while running, then "stop" (end token, stop token or stop string),
     "length", "cancelled" or "error" (error says which). taps: wanted hidden states; tapped[t] collects one float32 row
-    per token read. evidence: how its drafts fare. without: drafters that failed for it. drafted_by: the source that drafted
-    in the last round, of those that cost something.
+    per token read. evidence: how its drafts fare. without: drafters that failed for it. drafted_by: the source of the
+    last round's draft, where it was one that costs something.
     """
 
     prompt: tuple[int, ...]

@@ -46,7 +46,7 @@ class Evidence:
         return [self._chance((source, "confidence", _step(sure)), sure) for sure in confidence]
 
     def observe(self, draft: Draft, emitted: Sequence[int], *, chosen: bool = False) -> None:
-        """The text went on with these tokens: which of the draft's were right, as far as they can be judged. chosen: the
+        """The text went on with these tokens: which of the draft's were right, as far as can be judged. chosen: the
         source was asked for a draft, so that none at all is a failure, too."""
         path = draft.follow(emitted)
         if len(draft) or chosen:

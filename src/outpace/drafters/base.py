@@ -25,8 +25,8 @@ class State:
 class Want:
     """A request for a draft of at most `most` tokens.
 
-    A drafter that knows how sure it is stops after the first token whose chance of being reached and accepted is smaller
-    than `worth`, and may go on to `stretch` tokens while it is not. chances: turns confidences along a chain
+    A drafter that knows how sure it is stops after the first token whose chance of being reached and accepted is
+    smaller than `worth`, and may go on to `stretch` tokens while it is not. chances: turns confidences along a chain
     into the chance of each token, given the one before; None: they are taken as they are.
     """
 
@@ -48,7 +48,8 @@ class Drafter(Protocol):
     free: bool  # a draft costs next to nothing (a look-up): it is made first and judged then
 
     def propose(self, wanted: Sequence[Want]) -> list[Draft]:
-        """For each at most `most` (`stretch`) tokens that may follow state.tokens; fewer, or none, where nothing is known."""
+        """For each at most `most` (`stretch`) tokens that may follow state.tokens; fewer, or none, where nothing is
+        known."""
 
     def forget(self, state: State) -> None:
         """The request has ended."""
