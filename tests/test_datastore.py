@@ -484,7 +484,6 @@ def test_load_uses_it_and_refuses_another_vocabulary(folder: Path, tmp_path: Pat
         {"draft": "datastore"},
         {"draft": "none", "datastore": "x"},
         {"draft": "suffix", "datastore": "x"},
-        {"draft_model": folder, "datastore": "x"},
     ):
         with pytest.raises(UsageError, match="datastore"):
             outpace.load(folder, **wrong)  # type: ignore[arg-type]
