@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 import outpace
+import test_controller
 import test_decode
 import test_drafters
 import test_sampling
@@ -37,7 +38,7 @@ ORDER = [
     "engine",
     "speculator",
 ]
-TESTS = [test_verify, test_sampling, test_decode, test_drafters, test_speculator]
+TESTS = [test_verify, test_sampling, test_decode, test_controller, test_drafters, test_speculator]
 
 
 @dataclass(frozen=True)
@@ -177,8 +178,11 @@ MUTANTS: dict[str, Mutant] = {
         "drafters.draft_model", "cached.agreed = same", "cached.agreed = 1 << 30",
         test_drafters.test_draft_model_follows_the_text_by_common_prefix),
     "steady requests draft by evidence": Mutant(
-        "controller", "if track.steady else 0", "if False else 0",
-        test_decode.test_steady_requests_draft_a_fixed_length_in_any_company),
+        "controller", "return self.fixed is not None or ask.evidence.steady", "return self.fixed is not None",
+        test_controller.test_steady_requests_draft_a_fixed_length_from_the_main_source_in_any_company),
+    "a sibling that was refused counts for nothing": Mutant(
+        "evidence", "                for child in children:\n", "                for child in path[depth : depth + 1]:\n",
+        test_controller.test_evidence_of_a_tree_judges_every_sibling_and_no_more_than_was_emitted),
     "a reused slot keeps the old text": Mutant(
         "slots", "self.backend.truncate(self._used[owner], length)", "pass",
         test_decode.test_a_prompt_that_leaves_an_old_one_cuts_it_off),
