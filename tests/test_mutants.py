@@ -145,7 +145,7 @@ MUTANTS: dict[str, Mutant] = {
         "self.position, self.position + len(ahead)), None",
         test_drafters.test_draft_tokens_are_coupled_to_the_targets_noise_or_carry_their_q),
     "drafts not coupled to the target's noise": Mutant(
-        "sampling", 'if row.one_hot or self.opts.rule == "match":', "if row.one_hot:",
+        "sampling", 'if self.opts.rule == "match":', "if False:",
         test_drafters.test_draft_tokens_are_coupled_to_the_targets_noise_or_carry_their_q),
     "logprobs of the processed row": Mutant(
         "sampling", "if self.opts.processed_logprobs:", "if True:", test_sampling.test_logprobs_are_of_the_raw_target),
@@ -181,7 +181,8 @@ MUTANTS: dict[str, Mutant] = {
         "controller", "return self.fixed is not None or ask.evidence.steady", "return self.fixed is not None",
         test_controller.test_steady_requests_draft_a_fixed_length_from_the_main_source_in_any_company),
     "a sibling that was refused counts for nothing": Mutant(
-        "evidence", "                for child in children:\n", "                for child in path[depth : depth + 1]:\n",
+        "evidence", "                for child in children:\n",
+        "                for child in path[depth : depth + 1]:\n",
         test_controller.test_evidence_of_a_tree_judges_every_sibling_and_no_more_than_was_emitted),
     "a reused slot keeps the old text": Mutant(
         "slots", "self.backend.truncate(self._used[owner], length)", "pass",
