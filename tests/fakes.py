@@ -206,7 +206,9 @@ class Machine:
     def seconds(self, *drafters: Any, fixed: int | None = None, tokens: int = 2000) -> float:
         """Time of an answer, the first pass over the prompt included."""
         start = self.now
-        e = Engine(Decoder(self.target(), drafters, Controller(fixed)))
+        # As it is measured when a model is loaded.
+        shape = {rows: self.cost(rows) / self.cost(1) for rows in (1, 2, 4, 8, 12, 16)}
+        e = Engine(Decoder(self.target(), drafters, Controller(fixed, shape)))
         e.run([e.submit((1, 2, 3), SampleOpts.greedy(max_tokens=tokens))])
         return self.now - start
 

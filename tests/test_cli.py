@@ -59,7 +59,7 @@ def generate(folder: Path, *args: str, stdin: str | bytes | None = None) -> dict
 
 def test_json_is_one_object_and_nothing_else(folder: Path) -> None:
     found = generate(folder, "the quick", "--temperature", "0", "--max-tokens", "7", "--ignore-eos", "--seed", "5")
-    assert set(found) == {"text", "token_ids", "prompt_tokens", "finish_reason", "seed", "model", "stats"}
+    assert set(found) == {"text", "token_ids", "prompt_tokens", "finish_reason", "rounds", "seed", "model", "stats"}
     assert len(found["token_ids"]) == found["stats"]["tokens"] == 7
     assert found["finish_reason"] == "length"
     assert found["seed"] == 5
