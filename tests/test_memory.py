@@ -244,5 +244,5 @@ def test_info_tells_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     have(monkeypatch, None)
     assert json.loads(info("--json").stdout)["memory"]["fits"] is None
     assert info("--context", "257").exit_code == 2
-    assert info("--precision", "int4").exit_code == 2
+    assert info("--precision", "int3").exit_code == 2
     assert "kv_cache must be" in info("--kv-cache", "q4").stderr
