@@ -330,7 +330,7 @@ class Decoder:
             counts = stats.by_source.setdefault(draft.source, [0, 0])
             counts[0] += len(draft)
             counts[1] += accepted
-        depth = draft.depth
+        depth = max(draft.depths(), default=0)
         for counts, n in ((stats.drafted_at, depth), (stats.accepted_at, accepted)):
             counts.extend([0] * (depth - len(counts)))
             for i in range(n):
@@ -355,11 +355,9 @@ def _made(draft: Draft, evidence: Evidence) -> Offer:
     if draft.parents is None:
         return Offer(draft.source, list(itertools.accumulate(chances, operator.mul)), draft)
     gains: list[float] = []
-    depths: list[int] = []
-    for node, parent in enumerate(draft.parents):
-        depths.append(0 if parent < 0 else depths[parent] + 1)
+    for node, (parent, depth) in enumerate(zip(draft.parents, draft.depths(), strict=True)):
         # Without confidences siblings share the chance of their place.
-        chance = chances[node] if draft.confidence is not None else chances[depths[node]] / draft.parents.count(parent)
+        chance = chances[node] if draft.confidence is not None else chances[depth - 1] / draft.parents.count(parent)
         gains.append(chance if parent < 0 else gains[parent] * chance)
     return Offer(draft.source, gains, draft)
 

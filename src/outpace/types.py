@@ -169,15 +169,14 @@ class Draft:
             node = self.parents[node]
         return tuple(reversed(tokens))
 
-    @property
-    def depth(self) -> int:
-        """Tokens of its longest path."""
+    def depths(self) -> list[int]:
+        """For each token how many of the draft's tokens lead to it, itself included."""
         if self.parents is None:
-            return len(self.tokens)
+            return list(range(1, len(self.tokens) + 1))
         depths: list[int] = []
         for parent in self.parents:
             depths.append(1 if parent < 0 else depths[parent] + 1)
-        return max(depths, default=0)
+        return depths
 
     def children(self, node: int) -> list[int]:
         """Draft tokens that follow `node` (-1: the context), in the order they were drawn."""
