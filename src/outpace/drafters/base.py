@@ -3,11 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+
 from ..sampling import Sampler
-from ..types import Draft
+from ..types import F32, Draft
+
+
+class Features:
+    """The target's tapped hidden states of a request's latest tokens, until the drafter that reads them takes them.
+
+    start: position of the first one held. Those before were taken, or are not known because the target's slot held the
+    tokens already.
+    """
+
+    def __init__(self, start: int = 0) -> None:
+        self.start = start
+        self._rows: list[F32] = []
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def append(self, rows: F32) -> None:
+        """float32 [n, taps * hidden_size] of the tokens after those held."""
+        if len(rows):
+            self._rows.append(rows)
+            self._count += len(rows)
+
+    def take(self, n: int) -> F32:
+        """The first n >= 1 rows, which are held no longer."""
+        rows = self._rows[0] if len(self._rows) == 1 else np.concatenate(self._rows)
+        self._rows = [rows[n:]] if n < len(rows) else []
+        self._count -= n
+        self.start += n
+        return rows[:n]
 
 
 @dataclass(eq=False, slots=True)
@@ -15,10 +47,12 @@ class State:
     """What a drafter may see of one request.
 
     tokens: prompt and emitted tokens, growing. sampler: draws a drafter's tokens as the target will (Sampler.draft).
+    features: hidden states of tokens that the target has read, for the drafter with a learned head.
     """
 
     tokens: list[int]
     sampler: Sampler
+    features: Features = field(default_factory=Features)
 
 
 @dataclass(slots=True)
@@ -56,3 +90,19 @@ class Drafter(Protocol):
 
     def close(self) -> None:
         """Releases what the drafter holds."""
+
+
+class FeatureDrafter(Drafter, Protocol):
+    """A drafter that reads the target's hidden states; a decoder has one at most.
+
+    taps: which ones, as backends/base.py counts them; State.features holds them side by side in this order.
+    """
+
+    taps: tuple[int, ...]
+
+    def begin(self, state: State, held: int) -> int:
+        """A new request, of whose tokens the target's slot holds the first `held` already. Returns how many of them the
+        drafter can do without the features of, `held` at most: the target reads the others again."""
+
+    def absorb(self, states: Sequence[State]) -> None:
+        """Takes what these requests' features hold, so that they do not pile up."""
