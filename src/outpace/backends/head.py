@@ -21,11 +21,12 @@ from .base import Capacity
 class HeadRows:
     """One slot's share of a pass of an mtp or eagle3 head.
 
-    tokens: n >= 1 ids of the target. states: float32 [n, feature_width], the target's tapped states side by side, in the
-    order of config.taps; own: float32 [n, H] instead, the hidden states that earlier rows of this head gave. append:
-    the rows stand behind the slot's pending ones, which stay; else pending rows are dropped first. parents: for each
-    row the row before it, counted from the slot's first pending row, -1 for its committed end; None means a chain, that
-    goes on from the last pending row. logits: rows of this share (ascending) whose results are wanted; None means all.
+    tokens: n >= 1 ids of the target. states: float32 [n, feature_width], the target's tapped states side by side, in
+    the order of config.taps; own: float32 [n, H] instead, the hidden states that earlier rows of this head gave.
+    append: the rows stand behind the slot's pending ones, which stay; else pending rows are dropped first. parents: for
+    each row the row before it, counted from the slot's first pending row, -1 for its committed end; None means a chain,
+    that goes on from the last pending row. logits: rows of this share (ascending) whose results are wanted; None means
+    all.
     """
 
     slot: int
