@@ -132,6 +132,7 @@ class NativeHead(NativeStack):
 
     def markov(self, before: int, hidden: F32, state: F32) -> tuple[F32, F32]:
         """As HeadBackend.markov."""
+        self._check_token(before)
         bias: F32 = np.zeros(self.config.draft_vocab_size, dtype=np.float32)
         if self.config.markov == "none":
             return bias, state
@@ -141,9 +142,14 @@ class NativeHead(NativeStack):
 
     def confidence(self, before: int, hidden: F32) -> float | None:
         """As HeadBackend.confidence."""
+        self._check_token(before)
         if self.config.confidence == "none":
             return None
         return guard(lambda: self._core.confidence(index(before), np.ascontiguousarray(hidden, np.float32)))
+
+    def _check_token(self, token: int) -> None:
+        if not 0 <= token < self.config.layers.vocab_size:
+            raise UsageError(f"token id {token} is not in 0 .. {self.config.layers.vocab_size - 1}")
 
 
 def _joined(parts: Sequence[F32], width: int) -> F32:
