@@ -58,6 +58,7 @@ class NativeBackend(NativeStack):
         relaid: Relaid | None = None,
     ) -> None:
         check_precision(precision)
+        self.precision = precision
         self.kv_cache = cache_kind(kv_cache, precision)
         threads = usable_cores() if threads is None else threads
         positions = config.max_position_embeddings if positions is None else positions
