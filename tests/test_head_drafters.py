@@ -8,17 +8,15 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import numpy as np
 import pytest
 
 from heads_files import HEADS, TARGET, TARGET_ARRAYS, d2t
 from outpace import LanguageModel, Result, SampleOpts, WeightMap
-from outpace.backends.base import Rows
 from outpace.backends.native import NativeBackend
 from outpace.backends.reference_head import ReferenceHead
 from outpace.controller import Controller
 from outpace.decode import Decoder
-from outpace.drafters import BlockDrafter, HeadDrafter, State, SuffixDrafter
+from outpace.drafters import BlockDrafter, HeadDrafter, SuffixDrafter
 from outpace.drafters.head import FeatureReader
 from test_head_contract import tensors
 

@@ -17,7 +17,7 @@ import numpy as np
 from ..config import ModelConfig
 from ..config_fields import show
 from ..json_file import read_json
-from ..models.loading import mismatches
+from ..models.loading import HEAD_PREFIXES, mismatches, nextn_layer
 from ..models.names import EMBEDDING, HEAD
 from ..types import F32, I64, ModelError, UsageError
 from ..weights.gguf import GGUFFile
@@ -25,7 +25,7 @@ from ..weights.safetensors import read_safetensors
 from ..weights.tensor import Tensor
 from ..weights.weight_map import WeightMap
 from .config import HeadConfig, head_tensors
-from .formats import HEAD_PREFIXES, Found, nextn_layer, read_gguf, read_head
+from .formats import Found, read_gguf, read_head
 
 CONVENTIONS = (  # what public files leave open, so that a caller may say it
     "taps", "d2t", "norm_output", "norm_before_residual", "concat", "sample_from_anchor", "sliding_window_non_causal",
