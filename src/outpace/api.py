@@ -48,6 +48,7 @@ from .text.template import ChatTemplate, encode_chat
 from .text.tokenizer import Tokenizer, same_vocabulary
 from .types import F32, ModelError, Round, SampleOpts, Stats, TokenLogprobs, UsageError
 from .weights.relaid import Relaid
+from .weights.tensor import Tensor
 
 DEFAULT_MODEL = "smollm2-135m"
 HEADS = ("mtp", "eagle3", "dflash")
@@ -240,15 +241,19 @@ def load(
 def open_head(path: Path, loaded: LoadedModel, target: Backend, draft: str = "auto") -> Drafter:
     """The drafter with the learned head at `path`, which runs beside its target. draft: the algorithm that it must be
     of, or "auto". Raises UsageError for another one, ModelError for a head that does not fit the model."""
-    from .backends.reference_head import ReferenceHead
-    from .heads.loading import load_head, shared_tensors
+    from .backends.running_head import run_head
+    from .heads.loading import borrowed, load_head
 
     head = load_head(path, loaded.config)
-    kind, capacity = head.config.algorithm, target.capacity
+    kind = head.config.algorithm
     if draft not in ("auto", kind):
         raise UsageError(f"{path} is a head of kind {kind}, not {draft}: use draft={kind!r}")
-    shared = shared_tensors(head, load_model(loaded.path).weights, loaded.config)  # the target took its own
-    running = ReferenceHead(head.config, shared, head.d2t, slots=capacity.slots, positions=capacity.positions)
+    own = {name: head.weights.take_tensor(name) for name in head.weights.keys()}  # noqa: SIM118
+
+    def borrow() -> dict[str, Tensor]:  # the target took its own
+        return borrowed(head.config, load_model(loaded.path).weights, loaded.config)
+
+    running = run_head(target, head.config, own, borrow, head.d2t)
     return BlockDrafter(running) if kind == "dflash" else HeadDrafter(running)
 
 
