@@ -330,9 +330,10 @@ def test_rows_of_the_sampler_are_not_looked_through_again() -> None:
 
 CANDIDATE_OPTIONS: dict[str, dict[str, object]] = {
     "greedy": {"temperature": 0.0}, "plain": {}, "cold": {"temperature": 1e-30}, "hot": {"temperature": 5.0},
-    "top_k": {"top_k": 3}, "top_p": {"top_p": 0.6}, "typical_p": {"typical_p": 0.5}, "min_p": {"min_p": 0.4},
-    "repetition": {"repetition_penalty": 1.9}, "presence": {"presence_penalty": 1.5}, "banned": {"banned_tokens": (1,)},
-    "allowed": {"allowed_tokens": (2, 3)}, "bias": {"logit_bias": {5: 6.0}},
+    "too hot": {"temperature": 1e300, "banned_tokens": (2,)}, "top_k": {"top_k": 3}, "top_p": {"top_p": 0.6},
+    "typical_p": {"typical_p": 0.5}, "min_p": {"min_p": 0.4}, "repetition": {"repetition_penalty": 1.9},
+    "presence": {"presence_penalty": 1.5}, "banned": {"banned_tokens": (1,)}, "allowed": {"allowed_tokens": (2, 3)},
+    "bias": {"logit_bias": {5: 6.0}},
 }  # fmt: skip
 
 
