@@ -8,13 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from heads_files import D2T, HEADS, TARGET_ARRAYS, d2t, random_head
-from outpace.backends.head import HeadBackend, HeadRows
+import heads_files
+from heads_files import D2T, EAGLE3, TARGET, TARGET_ARRAYS, d2t, random_head
+from outpace.backends.head import HeadBackend, HeadPass, HeadRows
+from outpace.backends.native import NativeBackend
+from outpace.backends.native_head import NativeHead
 from outpace.backends.reference_head import ReferenceHead
 from outpace.heads.config import HeadConfig
 from outpace.heads.reference import BlockHead, make_head
 from outpace.types import CapacityError, OutpaceError, RewindError, UsageError
+from outpace.weights.weight_map import WeightMap
 
+HEADS = heads_files.HEADS | EAGLE3 | heads_files.BLOCKS
 STEPS = [name for name, config in HEADS.items() if config.algorithm != "dflash"]
 BLOCKS = [name for name, config in HEADS.items() if config.algorithm == "dflash"]
 TOKENS = [3, 17, 66, 5, 5, 41, 0, 22, 9]
@@ -29,7 +34,13 @@ def _reference(config: HeadConfig, **more: Any) -> HeadBackend:
     return ReferenceHead(config, tensors(config), d2t(config), **more)
 
 
-BACKENDS: dict[str, Callable[..., HeadBackend]] = {"reference": _reference}
+def _native(config: HeadConfig, *, precision: Any = "f32", threads: int = 2, **more: Any) -> NativeHead:
+    target = NativeBackend(TARGET, WeightMap.from_tensors(TARGET_ARRAYS), precision=precision, threads=threads)
+    own = WeightMap.from_tensors(random_head(config))
+    return NativeHead(target, config, own, d2t(config), precision=precision, **more)
+
+
+BACKENDS: dict[str, Callable[..., HeadBackend]] = {"reference": _reference, "native": _native}
 
 
 @pytest.fixture(params=BACKENDS)
@@ -140,7 +151,7 @@ def test_commit_keeps_a_path_and_truncate_goes_back(make: Callable[..., HeadBack
     feed(head, slot, 3)
     head.forward([HeadRows(slot, [1, TOKENS[3], 2], states[[0, 3, 0]], parents=[-1, -1, 0])])
     head.forward([HeadRows(slot, [TOKENS[4]], states[4:5], append=True, parents=[1])])
-    with pytest.raises(UsageError, match="not a path"):
+    with pytest.raises(UsageError, match="path"):
         head.commit(slot, [0, 3])
     head.commit(slot, [1, 3])
     assert head.length(slot) == 5
@@ -267,3 +278,71 @@ def test_the_draft_vocabulary_is_told(make: Callable[..., HeadBackend]) -> None:
     assert small.d2t is not None
     assert np.array_equal(small.d2t, D2T)
     assert make(HEADS["mtp"]).d2t is None
+
+
+# ------------------------------------------------------------------------------------------------ the native head alone
+
+
+@pytest.mark.parametrize("name", [*STEPS, *BLOCKS])
+@pytest.mark.parametrize("precision", ["int8", "int4", "bf16"])
+def test_rounded_weights_give_nearly_the_same(name: str, precision: Any) -> None:
+    exact, rounded = _native(HEADS[name]), _native(HEADS[name], precision=precision)
+    states = features(HEADS[name])
+    results = []
+    for head in (exact, rounded):
+        slot = head.new_slot()
+        if name in BLOCKS:
+            head.read(slot, states)
+            results.append(head.block([slot], [9]))
+        else:
+            results.append(head.forward([HeadRows(slot, TOKENS, states)]))
+    far = {"int8": 0.1, "int4": 0.7, "bf16": 0.05}[precision]
+    for a, b in ((results[0].logits, results[1].logits), (results[0].hidden, results[1].hidden)):
+        assert 0 < np.linalg.norm(a - b) < far * np.linalg.norm(a)
+
+
+@pytest.mark.parametrize("precision", ["f32", "int8"])
+@pytest.mark.parametrize("name", ["eagle3", "mtp", "dspark", "causal window"])
+def test_company_threads_and_chunks_change_no_bit(name: str, precision: Any) -> None:
+    config, found = HEADS[name], []
+    states = features(config, 300, 4)
+    tokens = np.random.default_rng(5).integers(0, 67, 300).tolist()
+    for threads, chunks in ((1, [300]), (3, [1, 250, 49]), (2, [97, 203])):
+        head = _native(config, precision=precision, threads=threads, rows=512, positions=400)
+        slot, other = head.new_slot(), head.new_slot()
+        start = 0
+        for count in chunks:
+            part = slice(start, start + count)
+            if config.algorithm == "dflash":
+                head.read(slot, states[part])
+            else:
+                head.forward([HeadRows(other, tokens[:3], states[:3]), HeadRows(slot, tokens[part], states[part])])
+                head.commit(slot, range(count))
+            start += count
+        if config.algorithm == "dflash":
+            head.read(other, states[:7])
+            results = [head.block([slot], [3]), head.block([other, slot], [5, 3])]
+            results[1] = HeadPass(*(a[len(a) // 2 :] for a in (results[1].logits, results[1].hidden)))
+            same(results[0].logits, results[1].logits)
+        else:
+            results = [head.forward([HeadRows(slot, tokens[:2], states[:2])])]
+        found.append(results[0])
+    for result in found[1:]:
+        same(result.logits, found[0].logits)
+        same(result.hidden, found[0].hidden)
+
+
+def test_a_head_reads_a_small_part_of_what_its_target_reads() -> None:
+    head = _native(HEADS["eagle3"], precision="int8")
+    assert 0 < head.pass_bytes < head.memory[0]
+
+
+def test_what_a_head_lacks_is_named() -> None:
+    config = HEADS["eagle3"]
+    target = NativeBackend(TARGET, WeightMap.from_tensors(TARGET_ARRAYS), precision="f32", threads=1)
+    arrays = random_head(config)
+    del arrays["fc.weight"]
+    with pytest.raises(OutpaceError, match=r"fc\.weight is missing"):
+        NativeHead(target, config, WeightMap.from_tensors(arrays), d2t(config))
+    with pytest.raises(UsageError, match="d2t"):
+        NativeHead(target, config, WeightMap.from_tensors(random_head(config)), None)
