@@ -5,6 +5,7 @@
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstring>
@@ -16,6 +17,7 @@
 #include "measure.h"
 #include "model.h"
 #include "sampler.h"
+#include "vocabulary.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -86,21 +88,47 @@ nb::object owned(std::vector<float> values, size_t rows, size_t columns) {
 }
 
 // `count` GGUF strings (length in 8 bytes, UTF-8) that begin at byte `at` of data: the strings that are whole, and the
-// byte after them. Raises UnicodeDecodeError for one that is not UTF-8.
+// byte after them. Raises UnicodeDecodeError for what is not UTF-8.
 nb::tuple strings(const Array<const uint8_t, 1>& data, size_t at, size_t count) {
     const size_t size = data.shape(0);
-    nb::list found;
+    Texts found;
     while (count-- && at <= size && size - at >= 8) {
         uint64_t length;
         std::memcpy(&length, data.data() + at, 8);
         if (length > size - at - 8) break;
-        PyObject* text = PyUnicode_DecodeUTF8(reinterpret_cast<const char*>(data.data()) + at + 8,
-                                              static_cast<Py_ssize_t>(length), nullptr);
-        if (!text) throw nb::python_error();
-        found.append(nb::steal(text));
+        found.add({reinterpret_cast<const char*>(data.data()) + at + 8, static_cast<size_t>(length)});
         at += 8 + length;
     }
-    return nb::make_tuple(found, at);
+    const auto decoded = [](std::string_view text) {
+        PyObject* object = PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), nullptr);
+        if (!object) throw nb::python_error();
+        return nb::steal(object);
+    };
+    decoded(found.all());
+    if (!found.whole_characters()) {
+        for (size_t i = 0; i < found.size(); ++i) decoded(found[i]);  // raises for one of them
+    }
+    return nb::make_tuple(nb::cast(std::move(found)), at);
+}
+
+// A text of a list of Python strings. Raises TypeError for what is none, UnicodeEncodeError for lone surrogates.
+Texts texts_of(const nb::sequence& items) {
+    Texts texts;
+    for (const nb::handle item : items) {
+        Py_ssize_t size = 0;
+        const char* text = PyUnicode_AsUTF8AndSize(item.ptr(), &size);
+        if (!text) throw nb::python_error();
+        texts.add({text, static_cast<size_t>(size)});
+    }
+    return texts;
+}
+
+nb::str text_at(const Texts& texts, Py_ssize_t i) {
+    const auto count = static_cast<Py_ssize_t>(texts.size());
+    if (i < 0) i += count;
+    if (i < 0 || i >= count) throw nb::index_error("no such text");
+    const std::string_view text = texts[static_cast<size_t>(i)];
+    return nb::str(text.data(), text.size());
 }
 
 // Runs a matrix product alone, as the model would: for tests.
@@ -344,6 +372,18 @@ NB_MODULE(_native, m) {
     m.attr("LAYOUT") = LAYOUT;
     m.def("unsigned_bytes", [] { return choose_kernels().unsigned_bytes; });
     m.def("strings", &strings, "data"_a.noconvert(), "at"_a, "count"_a);
+    nb::class_<Texts>(m, "Texts")
+        .def("__init__", [](Texts* self, const nb::sequence& items) { new (self) Texts(texts_of(items)); }, "items"_a)
+        .def("__len__", &Texts::size)
+        .def_prop_ro("longest", &Texts::longest)
+        .def("__getitem__", &text_at, "index"_a)
+        .def("__eq__", [](const Texts& self, const Texts& other) { return self == other; }, nb::is_operator())
+        .def("__eq__", [](const Texts& self, const nb::list& other) { return nb::list(nb::cast(self)).equal(other); },
+             nb::is_operator());
+    nb::module_::import_("collections.abc").attr("Sequence").attr("register")(m.attr("Texts"));
+    nb::class_<Bpe>(m, "Bpe")
+        .def(nb::init<const Texts&, const Texts&>(), "tokens"_a, "merges"_a, nb::keep_alive<1, 2>(), Unlocked())
+        .def("encode", &Bpe::encode, "word"_a, "ignore_merges"_a);
     m.def("isa", [] { return std::string(choose_kernels().name); }, "The kernel family in use (OUTPACE_ISA decides).");
     m.def("isas", [] {
         std::vector<std::string> names;

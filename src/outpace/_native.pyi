@@ -1,6 +1,7 @@
 """The C++ core (csrc/bindings.cpp). Arrays are C-contiguous and of exactly the type that is written."""
 
 from collections.abc import Sequence
+from typing import Never, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,32 @@ LAYOUT: int
 def unsigned_bytes() -> bool:
     """Whether the kernel family in use wants its 8-bit weights as 0 .. 255: then they are packed otherwise."""
 
-def strings(data: NDArray[np.uint8], at: int, count: int) -> tuple[list[str], int]:
+class Texts(Sequence[str]):
+    """Many short texts in one buffer. Equal to other Texts or a list with the same ones."""
+
+    def __init__(self, items: Sequence[str]) -> None:
+        """Raises TypeError for what is no str, UnicodeEncodeError for lone surrogates."""
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> Never: ...
+    def __len__(self) -> int: ...
+    @property
+    def longest(self) -> int:
+        """Bytes of the longest one in UTF-8; 0 where there is none."""
+
+class Bpe:
+    """Byte-pair encoding; tokens by id, merges "a b", the earliest first."""
+
+    def __init__(self, tokens: Texts, merges: Texts) -> None:
+        """Raises ValueError when a token is empty or there twice, or a merge is not two tokens whose union is one."""
+
+    def encode(self, word: str, ignore_merges: bool) -> list[int]:
+        """The ids of one word; characters that are no token leave no trace. ignore_merges: a word that is a token is
+        that token."""
+
+def strings(data: NDArray[np.uint8], at: int, count: int) -> tuple[Texts, int]:
     """GGUF strings of data from byte `at` on, at most `count`, those that are whole; and the byte after them.
 
     Raises UnicodeDecodeError.

@@ -20,7 +20,6 @@ import numpy as np
 
 from . import hub
 from .backends.base import Backend
-from .backends.head import HeadBackend
 from .backends.memory import check_fits, estimate
 from .backends.native import NativeBackend
 from .backends.reference import ReferenceBackend
@@ -42,7 +41,6 @@ from .drafters.datastore import open_for
 from .engine import Engine
 from .json_file import read_json
 from .models.loading import LoadedModel, load_model
-from .models.names import HEAD
 from .models.quantise import Precision, check_precision
 from .sampling import generation_defaults
 from .text.stream import TextStream
@@ -50,10 +48,11 @@ from .text.template import ChatTemplate, encode_chat
 from .text.tokenizer import Tokenizer, same_vocabulary
 from .types import F32, ModelError, Round, SampleOpts, Stats, TokenLogprobs, UsageError
 from .weights.relaid import Relaid
+from .weights.tensor import Tensor
 
 DEFAULT_MODEL = "smollm2-135m"
-ALGORITHMS = ("mtp", "eagle3", "dflash")
-DRAFTERS = ("auto", *ALGORITHMS, "draft_model", "self", "ngram", "suffix", "datastore", "none")
+HEADS = ("mtp", "eagle3", "dflash")
+DRAFTERS = ("auto", *HEADS, "draft_model", "self", "ngram", "suffix", "datastore", "none")
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -131,9 +130,9 @@ def load(
     """
     if draft not in DRAFTERS:
         raise UsageError(f"draft must be one of {', '.join(DRAFTERS)}, got {draft!r}")
-    if head is not None and draft not in ("auto", *ALGORITHMS):
+    if head is not None and draft not in ("auto", *HEADS):
         raise UsageError(f"a head goes with draft='auto', 'mtp', 'eagle3' or 'dflash', not with {draft!r}")
-    if draft in ALGORITHMS[1:] and head is None:
+    if draft in HEADS[1:] and head is None:
         raise UsageError(f"draft={draft!r} needs head=PATH, a head of that kind made for this model")
     if draft_model is not None and draft not in ("auto", "draft_model"):
         raise UsageError(f"a draft model goes with draft='auto' or 'draft_model', not with {draft!r}")
@@ -194,10 +193,10 @@ def load(
     drafters: list[Drafter] = []  # the main one first
     if head is not None:
         path = Path(head) if Path(head).exists() else hub.resolve(head, offline=offline, progress=progress)
-        drafters.append(open_head(path, loaded, target, draft=draft, precision=precision))
+        drafters.append(open_head(path, loaded, target, draft))
     elif loaded.head and draft in ("auto", "mtp"):
         try:
-            drafters.append(open_head(loaded.path, loaded, target, draft=draft, precision=precision))
+            drafters.append(open_head(loaded.path, loaded, target, draft))
         except ModelError as error:
             if draft == "mtp":
                 raise
@@ -239,31 +238,23 @@ def load(
     )
 
 
-def open_head(
-    path: Path, loaded: LoadedModel, target: Backend, *, draft: str = "auto", precision: Precision = "int8"
-) -> Drafter:
-    """The drafter with the learned head at `path`, which runs beside its target and as it does. draft: the algorithm
-    that it must be of, or "auto". Raises UsageError for another one, ModelError for a head that does not fit the model.
-    """
-    from .backends.native_head import NativeHead
-    from .backends.reference_head import ReferenceHead
-    from .heads.loading import borrowed, load_head, shared_tensors
+def open_head(path: Path, loaded: LoadedModel, target: Backend, draft: str = "auto") -> Drafter:
+    """The drafter with the learned head at `path`, which runs beside its target. draft: the algorithm that it must be
+    of, or "auto". Raises UsageError for another one, ModelError for a head that does not fit the model."""
+    from .backends.running_head import run_head
+    from .heads.loading import borrowed, load_head
 
     head = load_head(path, loaded.config)
-    config, capacity = head.config, target.capacity
-    if draft not in ("auto", config.algorithm):
-        raise UsageError(f"{path} is a head of kind {config.algorithm}, not {draft}: use draft={config.algorithm!r}")
-    running: HeadBackend
-    if isinstance(target, NativeBackend):
-        if head.d2t is not None and not config.own_lm_head:  # its rows of the target's, which the target took
-            shared = borrowed(config, load_model(loaded.path).weights, loaded.config)
-            head.weights.put(HEAD, shared[HEAD].select(head.d2t))
-            config = replace(config, own_lm_head=True)
-        running = NativeHead(target, config, head.weights, head.d2t, precision=precision)
-    else:
-        tensors = shared_tensors(head, load_model(loaded.path).weights, loaded.config)
-        running = ReferenceHead(config, tensors, head.d2t, slots=capacity.slots, positions=capacity.positions)
-    return BlockDrafter(running) if config.algorithm == "dflash" else HeadDrafter(running)
+    kind = head.config.algorithm
+    if draft not in ("auto", kind):
+        raise UsageError(f"{path} is a head of kind {kind}, not {draft}: use draft={kind!r}")
+    own = {name: head.weights.take_tensor(name) for name in head.weights.keys()}  # noqa: SIM118
+
+    def borrow() -> dict[str, Tensor]:  # the target took its own
+        return borrowed(head.config, load_model(loaded.path).weights, loaded.config)
+
+    running = run_head(target, head.config, own, borrow, head.d2t)
+    return BlockDrafter(running) if kind == "dflash" else HeadDrafter(running)
 
 
 def load_tokenizer(loaded: LoadedModel) -> Tokenizer:

@@ -15,11 +15,10 @@ import numpy as np
 
 from . import verify
 from .backends.base import Backend, Rows
-from .backends.head import HeadBackend, HeadPass, HeadRows
+from .backends.head import HeadPass, HeadRows
 from .backends.native import NativeBackend
-from .backends.native_head import NativeHead
 from .backends.reference import ReferenceBackend
-from .backends.reference_head import ReferenceHead
+from .backends.running_head import run_head
 from .cache import CacheOption
 from .config import ModelConfig
 from .heads.mtp import MtpHead
@@ -285,7 +284,7 @@ class Qwen3MtpSpeculator(Qwen3Speculator):
                 f"{its.draft_vocab_size}, "
                 f"this one has {ours.hidden_size} and {ours.vocab_size}"
             )
-        self.head = _running(head, generator.backend)
+        self.head = run_head(generator.backend, head.config, head.own, lambda: head.shared)
         self.head_steps = 0
         generator.tap = head.tap
         self._read: list[int] = []  # the head's slot holds rows for all of these but the last
@@ -322,15 +321,6 @@ class Qwen3MtpSpeculator(Qwen3Speculator):
         self.head_steps += 1
         rows = HeadRows(self._slot, tokens, states, own=own, append=append, logits=[len(tokens) - 1])
         return self.head.forward([rows])
-
-
-def _running(head: MtpHead, backend: Backend) -> HeadBackend:
-    """The head where its model runs: in the core, or on the oracle."""
-    positions = backend.capacity.positions
-    if isinstance(backend, NativeBackend):
-        own = WeightMap(head.own)
-        return NativeHead(backend, head.config, own, precision=backend.precision, slots=1, positions=positions)
-    return ReferenceHead(head.config, head.decoded(), slots=1, positions=positions)
 
 
 class SpecDecoder:

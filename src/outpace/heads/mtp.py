@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from ..config import ModelConfig
-from ..types import F32, ModelError
+from ..types import ModelError
 from ..weights.tensor import Tensor
 from ..weights.weight_map import WeightMap
 from .config import HeadConfig
@@ -35,10 +35,6 @@ class MtpHead:
     def tap(self) -> int:
         """The target's hidden state that it reads, as backends/base.py counts them."""
         return self.config.taps[0]
-
-    def decoded(self) -> dict[str, F32]:
-        """Every tensor that the head computes with, for reference.make_head."""
-        return {name: tensor.f32() for name, tensor in {**self.shared, **self.own}.items()}
 
     @classmethod
     def from_loader(cls, config: ModelConfig, weights: WeightMap, *, hidden: Hidden = "after_norm") -> MtpHead:
