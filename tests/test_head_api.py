@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import outpace
 import tiny
 import tiny_folder
-from heads_files import HEADS, LAYOUTS, TARGET_ARRAYS, _native, native_mtp, random_head, specforge_eagle3
+from heads_files import D2T, HEADS, LAYOUTS, TARGET_ARRAYS, _native, native_mtp, random_head, specforge_eagle3
 from outpace.cli.app import build
 from outpace.config_gguf import to_gguf
 from outpace.heads.config import HeadConfig
@@ -86,11 +86,15 @@ def test_heads_from_files_draft(folder: Path, tmp_path: Path) -> None:
     plain, _, _ = answer(folder, draft="none")
     heads = {
         "eagle3": written(tmp_path / "e", specforge_eagle3, EAGLE3),
+        "eagle3 ": written(tmp_path / "s", specforge_eagle3, replace(EAGLE3, draft_vocab_size=len(D2T))),
+        "eagle3  ": written(
+            tmp_path / "t", specforge_eagle3, replace(EAGLE3, draft_vocab_size=len(D2T), own_lm_head=False)
+        ),
         "dflash": written(tmp_path / "d", LAYOUTS["z-lab DFlash"][1], DFLASH),
     }
     write_safetensors(tmp_path / "mtp.safetensors", _native(random_head(MTP)))
     heads["mtp"] = tmp_path / "mtp.safetensors"
-    for kind, path in heads.items():
+    for kind, path in ((name.strip(), path) for name, path in heads.items()):
         assert answer(folder, head=path)[::2] == (plain, (kind, "suffix"))
         tokens, sources, names = answer(folder, draft=kind, head=path, draft_tokens=3)
         assert (tokens, names) == (plain, (kind,))

@@ -40,7 +40,7 @@ _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _M1 = 0xBF58476D1CE4E5B9
 _M2 = 0x94D049BB133111EB
-_NO_CHANCE = 16.0  # logits so far below the best one, at temperature 1, are not looked at for candidates
+_NO_CHANCE = 7.0  # what lies so far below the best logit, at temperature 1, is no candidate beside the chosen token
 _START = 0x243F6A8885A308D3  # the first 64 bits of pi's fraction
 
 
@@ -369,17 +369,18 @@ class Sampler:
         """
         row, place = self.processed(logits, ahead), self.position + len(ahead)
         first = self._choose(row, place)
-        scale = max(self.opts.temperature or 1.0, 1e-6)
-        top = float(row.max())
+        scale = np.float32(min(max(self.opts.temperature or 1.0, 1e-6), 1e6))
+        top = row.max()
         tokens = np.flatnonzero(row >= top - _NO_CHANCE * scale)
-        pace = np.exp((row[tokens].astype(np.float64) - top) / scale)
+        pace = np.exp((row[tokens] - top) / scale, dtype=np.float64)
+        rest = float(np.exp((row - top) / scale).sum()) - float(pace.sum())
         if self.opts.temperature:
             for keep in _filters(self.opts):
                 chosen = keep(pace / pace.sum())
                 if chosen is not None:
-                    tokens, pace = tokens[chosen], pace[chosen]
+                    tokens, pace, rest = tokens[chosen], pace[chosen], 0.0
             pace = pace / exponentials(self.noise.key(Stream.TOKEN, place), tokens)
-        share = pace / pace.sum()
+        share = pace / (pace.sum() + max(0.0, rest))
         found = {int(tokens[i]): float(share[i]) for i in _largest(share, n)}
         others = [(token, sure) for token, sure in found.items() if token != first]
         return [(first, found.get(first, float(share.max()))), *others[: n - 1]]

@@ -9,7 +9,7 @@ them guesses the token that comes next: reading on and the first guess are one p
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -81,7 +81,10 @@ class FeatureReader:
         return min(max(want.most, want.stretch), left + 2) if len(want.state.tokens) > 1 and left >= -1 else 0
 
     def _of_target(self, logits: F32) -> F32:
-        """Logits [draft vocabulary] over the target's vocabulary, good until the next call. Raises NumericalError."""
+        """Logits [draft vocabulary] over the target's vocabulary, good until the next call. Raises NumericalError for
+        values, UsageError for a shape that cannot be."""
+        if logits.shape != (self.head.config.draft_vocab_size,):
+            raise UsageError(f"its logits have the shape {list(logits.shape)}")
         if not np.isfinite(logits).all():
             raise NumericalError("its logits hold values that are no numbers: the head is damaged or overflowed")
         if self.head.d2t is None:
@@ -102,7 +105,9 @@ class FeatureReader:
 
     def forget(self, state: State) -> None:
         if state in self._held:
-            self.absorb([state])  # a text that goes on from here finds it read
+            with suppress(Exception):  # then the slot is given up
+                self.absorb([state])  # a text that goes on from here finds it read
+        if state in self._held:
             self._pool.close(state, state.tokens)
             del self._held[state]
         else:  # none, or interrupted while it was opened
