@@ -58,11 +58,24 @@ class Ask:
 @dataclass(slots=True)
 class Choice:
     """One offer and its length. None: no draft. worth: a token that is reached and accepted with a smaller chance than
-    this is not worth its row; 0.0 where the length is fixed."""
+    this is not worth its row; 0.0 where the length is fixed. fallback: an offer whose draft is there already, for the
+    case that the chosen source comes to nothing."""
 
     offer: Offer | None = None
     length: int = 0
     worth: float = 0.0
+    fallback: Offer | None = None
+
+    @property
+    def asks(self) -> str:
+        """The source that has to draft now; "" for none."""
+        return self.offer.source if self.offer is not None and self.offer.draft is None and self.length else ""
+
+    @property
+    def draft(self) -> Draft:
+        """What is there already: the chosen draft, or the fallback of one that has to be made."""
+        ready = self.fallback if self.asks else self.offer
+        return ready.draft.cut(self.length) if ready is not None and ready.draft is not None else Draft()
 
 
 class Controller:
@@ -88,6 +101,9 @@ class Controller:
         base = rows + len(asks) + sum(choice.length for choice in choices)
         for i, choice in zip(free, self._by_evidence(base, [asks[i] for i in free], others + len(asks)), strict=True):
             choices[i] = choice
+            if choice.asks:
+                ready = [offer for offer in asks[i].offers if offer.draft is not None and offer.gains]
+                choice.fallback = max(ready, key=lambda offer: sum(offer.gains[: choice.length]), default=None)
         return choices
 
     def _is_steady(self, ask: Ask) -> bool:
@@ -118,8 +134,7 @@ class Controller:
     ) -> list[Choice]:
         """Now and then tries a source that costs something and was not chosen for long: the nearer it came to paying,
         the sooner."""
-        drafting = [choice for choice in choices if choice.length]
-        if any(choice.offer is not None and choice.offer.draft is None for choice in drafting):
+        if any(choice.asks for choice in choices):
             self._idle = 0
             return choices
         self._idle += 1
