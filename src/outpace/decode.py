@@ -90,6 +90,10 @@ class Request:
     def emitted(self) -> int:
         return len(self.tokens) - len(self.prompt)
 
+    def may_use(self, drafter: Drafter) -> bool:
+        """Whether this drafter may draft for it now."""
+        return drafter.name not in self.without
+
     def fail(self, error: Exception) -> None:
         """Ends the answer with an error of its own (NaN logits, a constraint that raises): others go on."""
         self.finish, self.error = "error", error
@@ -187,8 +191,7 @@ class Decoder:
             first_row += len(rows.tokens)
         done = time.perf_counter()
         decoding = all(len(share.reading) == 1 for share in shares)
-        if decoding:
-            self.controller.costs.add_pass(first_row, passed_at - drafted_at)
+        self.controller.costs.add_pass(first_row, passed_at - drafted_at, reading=not decoding)
         for share, before in zip(shares, emitted, strict=True):
             stats = share.request.stats
             if len(share.reading) > 1:
@@ -220,9 +223,9 @@ class Decoder:
             return
         room = self.target.capacity.rows - sum(len(share.reading) for share in shares)
         limits = [self._limit(share.request, room // len(willing)) for share in willing]
-        others = [share for share in shares if not any(share is each for each in willing)]
-        rows = sum(len(share.reading) for share in others)
-        proposals = self._proposer.propose([share.request for share in willing], limits, rows, len(others))
+        rows = sum(len(share.reading) for share in shares) - len(willing)
+        others = len(shares) - len(willing)
+        proposals = self._proposer.propose([share.request for share in willing], limits, rows, others)
         for share, proposal in zip(willing, proposals, strict=True):
             share.proposal = proposal
 

@@ -34,23 +34,28 @@ class Drafting(Protocol):
     def fail(self, error: Exception) -> None:
         """Ends the request with an error of its own."""
 
+    def may_use(self, drafter: Drafter) -> bool:
+        """Whether this drafter may draft for it now."""
+
 
 @dataclass(slots=True)
 class Proposal:
     """A request's draft for the pass, and what can be learned once its tokens are known.
 
-    made: what a source that costs something drafted when it was chosen, before a constraint cut it. offered: drafts of
-    free sources, chosen or not.
+    made: what a source that costs something drafted when it was chosen; it could have been `asked` tokens; the
+    first `verified` were worth their rows. offered: drafts of free sources, chosen or not.
     """
 
     draft: Draft = field(default_factory=Draft)
     made: Draft | None = None
+    asked: int = 0
+    verified: int = 0
     offered: list[Draft] = field(default_factory=list)
 
     def learn(self, evidence: Evidence, emitted: Sequence[int]) -> None:
         """Counts what became of the drafts: the text went on with these tokens."""
         if self.made is not None:
-            evidence.observe(self.made, emitted, chosen=True)
+            evidence.observe(self.made, emitted, asked=self.asked, verified=self.verified)
         for draft in self.offered:
             evidence.observe(draft, emitted)
 
@@ -64,8 +69,7 @@ class Proposer:
     def propose(
         self, requests: Sequence[Drafting], limits: Sequence[int], rows: int = 0, others: int = 0
     ) -> list[Proposal]:
-        """The proposal of each request, of at most so many tokens. rows: of the pass that belong to other requests,
-        `others` in number."""
+        """The proposal of each request, of at most so many tokens. rows, others: see Controller.choose."""
         proposals = [Proposal() for _ in requests]
         asks = [Ask(request.evidence, most, []) for request, most in zip(requests, limits, strict=True)]
         self._offer(requests, asks, proposals)
@@ -82,7 +86,7 @@ class Proposer:
         """First step: what each source could do, the main one first. Drafts that cost nothing are made here."""
         for drafter in self._drafters:
             main = drafter is self._drafters[0]
-            able = [i for i, ask in enumerate(asks) if ask.most and drafter.name not in requests[i].without]
+            able = [i for i, ask in enumerate(asks) if ask.most and requests[i].may_use(drafter)]
             if drafter.free:
                 drafts = self._draft(drafter, [(requests[i], Want(requests[i].state, asks[i].most)) for i in able])
                 for i, draft in zip(able, drafts, strict=True):
@@ -90,9 +94,9 @@ class Proposer:
                     asks[i].offers.append(_made(draft, asks[i].evidence, main))
             else:
                 for i in able:
-                    chances = asks[i].evidence.by_place(drafter.name, asks[i].most)
-                    gains = list(itertools.accumulate(chances, operator.mul))
-                    asks[i].offers.append(Offer(drafter.name, gains, main=main))
+                    gains = asks[i].evidence.gains(drafter.name, asks[i].most)
+                    rows = asks[i].evidence.rows(drafter.name, len(gains))
+                    asks[i].offers.append(Offer(drafter.name, gains, main=main, rows=rows))
 
     def _draft_chosen(
         self,
@@ -109,17 +113,23 @@ class Proposer:
             chosen = [i for i, choice in enumerate(choices) if choice.asks == drafter.name]
             if not chosen:
                 continue
-            wanted = [(requests[i], _want(requests[i], choices[i], asks[i].most)) for i in chosen]
+            wanted = [(requests[i], _want(requests[i], choices[i])) for i in chosen]
             # A source that did not draft in the last round has first to read what came since.
             behind = any(requests[i].drafted_by != drafter.name for i in chosen)
             start = time.perf_counter()
             drafts = self._draft(drafter, wanted)
-            steps = max(1, sum(map(len, drafts)))  # a draft that came to nothing took its time, too
-            costs.add_draft(drafter.name, steps, time.perf_counter() - start, behind=behind)
+            seconds = time.perf_counter() - start
+            tokens = max(1, sum(map(len, drafts)))  # a draft that came to nothing took its time, too
+            depth = max(1, *(max(draft.depths(), default=0) for draft in drafts))
+            costs.add_draft(drafter.name, tokens, seconds, depth=depth, requests=len(chosen), behind=behind)
             for i, draft in zip(chosen, drafts, strict=True):
-                proposals[i].made = draft
-                if len(draft):
-                    proposals[i].draft = draft
+                proposal, choice = proposals[i], choices[i]
+                # A source that knows how sure it is could have gone on, and said by not doing so that it was not.
+                asked = choice.length if draft.confidence is None else max(choice.length, choice.stretch)
+                proposal.made, proposal.asked = draft, asked
+                proposal.verified = _worthy(draft, choice, requests[i].evidence)
+                if proposal.verified:
+                    proposal.draft = draft.cut(proposal.verified)
         for request, choice in zip(requests, choices, strict=True):
             request.drafted_by = choice.asks
 
@@ -154,7 +164,18 @@ def _leave_out(name: str, requests: Sequence[Drafting], error: Exception) -> Non
     warnings.warn(f"drafter {name} failed and is left out for this request: {why}", stacklevel=8)
 
 
-def _made(draft: Draft, evidence: Evidence, main: bool) -> Offer:
+def _worthy(draft: Draft, choice: Choice, evidence: Evidence) -> int:
+    """How many of the draft's first tokens are worth their rows. The others cost no more than their drafting, and what
+    comes of the round judges the nearest of them, too."""
+    if choice.trial:
+        return min(len(draft), choice.length)
+    if not choice.worth or draft.confidence is None:
+        return len(draft)
+    gains = _made(draft, evidence).gains
+    return next((i for i, gain in enumerate(gains) if gain < choice.worth), len(draft))
+
+
+def _made(draft: Draft, evidence: Evidence, main: bool = True) -> Offer:
     """A draft that is there already, judged by how sure its source is, or else by place."""
     if draft.confidence is not None:
         chances = evidence.by_confidence(draft.source, draft.confidence)
@@ -170,13 +191,9 @@ def _made(draft: Draft, evidence: Evidence, main: bool) -> Offer:
     return Offer(draft.source, gains, draft, main)
 
 
-def _want(request: Drafting, choice: Choice, limit: int) -> Want:
-    """By evidence a source that knows how sure it is may go on beyond the planned length while it is."""
-    if choice.worth <= 0.0:
-        return Want(request.state, choice.length)
-    stretch = min(limit, 2 * choice.length + 1)
-    chances = partial(request.evidence.by_confidence, choice.asks)
-    return Want(request.state, choice.length, stretch, choice.worth, chances)
+def _want(request: Drafting, choice: Choice) -> Want:
+    chances = partial(request.evidence.by_confidence, choice.asks) if choice.worth else None
+    return Want(request.state, max(choice.trial, choice.length), choice.stretch, choice.worth, choice.step, chances)
 
 
 def _allowed(draft: Draft, constraint: Constraint | None) -> Draft:
