@@ -33,6 +33,7 @@ class Tree:
         self._q: list[Distribution | None] = []
         self._confidence: list[float] = []
         self._reach: list[float] = []  # the chance that a node and all before it are accepted
+        self._first: list[float] = []  # of the tokens that follow the text
 
     def grow(self, logits: Iterable[F32]) -> None:
         """Gives each node of the frontier its next tokens; logits: float32 [vocab_size] for each of them, taken one by
@@ -43,6 +44,17 @@ class Tree:
         # What follows a node is no likelier than the node: only from the best of all can one of the best follow.
         best = self._best(self.room - 1)
         self.frontier = [node for node in best if node >= newest and self._reach[node] >= self._want.worth]
+        if not newest:
+            self._first = list(self._reach)
+        if self._promise() <= self._want.step:
+            self.frontier = []
+
+    def _promise(self) -> float:
+        """What a further level may add: expected tokens beyond what their rows cost. What follows a token is taken to
+        be as likely as what followed the text."""
+        worth = self._want.worth
+        chances = (self._reach[node] * chance for node in self.frontier for chance in self._first)
+        return sum(max(0.0, chance - worth) for chance in chances)
 
     def _branch(self, node: int, logits: F32) -> None:
         path, want, sampler = self._path(node), self._want, self.state.sampler
@@ -76,10 +88,8 @@ class Tree:
         return sorted(range(len(self.tokens)), key=lambda node: (-self._reach[node], node))[:n]
 
     def draft(self, source: str) -> Draft:
-        """The likeliest nodes, likeliest first, up to the first that is not worth its row."""
+        """The likeliest nodes, likeliest first."""
         nodes, worth = self._best(self.room), self._want.worth
-        end = next((i + 1 for i, node in enumerate(nodes) if self._reach[node] < worth), len(nodes))
-        nodes = nodes[:end]
         place = {ROOT: ROOT} | {node: i for i, node in enumerate(nodes)}
         parents = tuple(place[self.parents[node]] for node in nodes)
         return Draft(
