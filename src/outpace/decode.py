@@ -430,7 +430,7 @@ def _want(share: _Share, choice: Choice, limit: int, drafter: Drafter) -> Want:
         return Want(request.state, choice.length)
     stretch = min(limit, 2 * choice.length + 1)
     chances = partial(request.evidence.by_confidence, drafter.name)
-    return Want(request.state, choice.length, stretch, choice.worth, chances)
+    return Want(request.state, choice.length, stretch, choice.worth, chances=chances)
 
 
 def decide(sampler: Sampler, draft: Draft, logits: F32) -> Verdict:

@@ -2,13 +2,14 @@
 
 Neighbour: head.py, which computes the logits after all tokens of a level in one pass. Source: EAGLE-2 (arXiv
 2406.16858), whose trees follow the confidences of the head; here what became of tokens of such confidence turns it into
-a chance (Want.chances), and a branch ends where its next token is not worth the row that verifies it. A draft of fixed
-length is a chain, drawn as the request's rule wants it.
+a chance (Want.chances), branches end where their next token is not worth the row that verifies it, and the tree where
+the next level does not promise to be worth its pass. A draft of fixed length is a chain, drawn as the request's rule
+wants it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from ..types import F32, Distribution, Draft, NumericalError
 from .base import Want
@@ -42,7 +43,13 @@ class Tree:
             self._branch(node, row)
         # What follows a node is no likelier than the node: only from the best of all can one of the best follow.
         best = self._best(self.room - 1)
-        self.frontier = [node for node in best if node >= newest and self._reach[node] >= self._want.worth]
+        level = [node for node in best if node >= newest and self._reach[node] >= self._want.worth]
+        self.frontier = level if self._promise(level) > self._want.step else []
+
+    def _promise(self, level: Sequence[int]) -> float:
+        """How many tokens more than their rows are worth may follow these nodes: as what followed the text, by then."""
+        first = [self._reach[node] for node, parent in enumerate(self.parents) if parent == ROOT]
+        return sum(max(0.0, self._reach[node] * chance - self._want.worth) for node in level for chance in first)
 
     def _branch(self, node: int, logits: F32) -> None:
         path, want, sampler = self._path(node), self._want, self.state.sampler
