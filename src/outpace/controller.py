@@ -61,9 +61,8 @@ class Ask:
 class Choice:
     """One offer and its length. None: no draft.
 
-    worth, step, stretch: what the source is told with it (drafters/base.py: Want); 0 where the length is fixed.
-    fallback: an offer whose draft is there already, for the case that the chosen source comes to nothing. trial: tokens
-    that the source drafts so that its cost is known; only `length` of them are verified.
+    worth, step, stretch: what the source is told with it (drafters/base.py: Want); 0 where the length is fixed. trial:
+    tokens that the source drafts so that its cost is known; only `length` of them are verified.
     """
 
     offer: Offer | None = None
@@ -71,19 +70,12 @@ class Choice:
     worth: float = 0.0
     step: float = 0.0
     stretch: int = 0
-    fallback: Offer | None = None
     trial: int = 0
 
     @property
     def asks(self) -> str:
         """The source that has to draft now; "" for none."""
         return self.offer.source if self.offer is not None and self.offer.draft is None and self.length else ""
-
-    @property
-    def draft(self) -> Draft:
-        """What is there already: the chosen draft, or the fallback of one that has to be made."""
-        ready = self.fallback if self.asks else self.offer
-        return ready.draft.cut(self.length) if ready is not None and ready.draft is not None else Draft()
 
 
 class Controller:
@@ -111,10 +103,45 @@ class Controller:
         found = self._by_evidence(base, [asks[i] for i in free], others + len(asks), reading=rows > others)
         for i, choice in zip(free, found, strict=True):
             choices[i] = choice
-            if choice.asks:
-                ready = [offer for offer in asks[i].offers if offer.draft is not None and offer.gains]
-                choice.fallback = max(ready, key=lambda offer: sum(offer.gains[: choice.length]), default=None)
         return choices
+
+    def settle(
+        self,
+        asks: Sequence[Ask],
+        choices: Sequence[Choice],
+        made: Sequence[Offer | None],
+        rows: int = 0,
+        others: int = 0,
+    ) -> list[tuple[Offer | None, int]]:
+        """For each request the draft that is verified, an offer and a length. made: what the chosen sources drafted.
+
+        Drafts that say how sure their source is get the rows that they turned out to be worth; one that there already
+        was takes their place where it is worth more.
+        """
+        settled = [
+            (choice.offer if new is None else new, choice.length) for choice, new in zip(choices, made, strict=True)
+        ]
+        asked = [(i, new) for i, new in enumerate(made) if new is not None and new.draft is not None]
+        ready = {i: [offer for offer in asks[i].offers if offer.draft is not None and offer.gains] for i, _ in asked}
+        unsettled = []
+        for i, new in asked:
+            choice, draft = choices[i], new.draft
+            assert draft is not None
+            if not choice.worth:
+                settled[i] = (new, len(draft))
+            elif not choice.trial and (draft.confidence is not None or not len(draft)):
+                unsettled.append(i)
+        if unsettled:
+            fixed = [pair for i, pair in enumerate(settled) if i not in unsettled]
+            base = rows + len(asks) + sum(length for _, length in fixed)
+            sure = others + len(asks) + sum(sum(offer.gains[:length]) for offer, length in fixed if offer is not None)
+            offers = [[offer for offer in (made[i], *ready[i]) if offer is not None and offer.gains] for i in unsettled]
+            most = sum(max((len(offer.gains) for offer in each), default=0) for each in offers)
+            planner = _Planner(self.costs, sure, self.costs.passes(base, base + most, reading=rows > others))
+            plan = planner.best(offers)
+            for i, offer, length in zip(unsettled, plan.offers, plan.counts(), strict=True):
+                settled[i] = (offer, length)
+        return settled
 
     def _is_steady(self, ask: Ask) -> bool:
         return self.fixed is not None or ask.evidence.steady
@@ -181,14 +208,19 @@ class _Plan:
     offers: Sequence[Offer | None]
     order: Sequence[int]
     rows: float
+    pass_s: float
     seconds: float
     rate: float  # tokens a second
+
+    def counts(self) -> list[int]:
+        """How many tokens of each request's offer."""
+        return [self.order.count(i) for i in range(len(self.offers))]
 
 
 class _Planner:
     """Plans of one pass. sure: tokens that it emits without any draft. rows_s: its seconds by rows of drafts."""
 
-    def __init__(self, costs: Costs, sure: int, rows_s: Sequence[float]) -> None:
+    def __init__(self, costs: Costs, sure: float, rows_s: Sequence[float]) -> None:
         self.costs, self.sure, self.rows_s = costs, sure, rows_s
 
     def best(self, offers: Sequence[Sequence[Offer]]) -> _Plan:
@@ -216,41 +248,37 @@ class _Planner:
         # (minus the chance that the request's next row is reached and accepted, the request)
         heap = [(-offer.gains[0], i) for i, offer in enumerate(offers) if offer is not None]
         heapq.heapify(heap)
-        tokens, rows, took = float(self.sure), 0.0, self.rows_s[0]
-        best = _Plan(offers, [], 0.0, took, 0.0 if least and heap else tokens / took)
+        tokens, rows, pass_s = float(self.sure), 0.0, self.rows_s[0]
+        best = _Plan(offers, [], 0.0, pass_s, pass_s, 0.0 if least and heap else tokens / pass_s)
         while heap:
             minus_gain, i = heapq.heappop(heap)
             offer = offers[i]
             assert offer is not None
             tokens -= minus_gain
-            rows += 1.0 if offer.rows is None else offer.rows[chosen[i]]
+            row = 1.0 if offer.rows is None else offer.rows[chosen[i]]
+            rows += row
             chosen[i] += 1
             order.append(i)
+            pass_s += row * (self.rows_s[len(order)] - self.rows_s[len(order) - 1])
             if offer.draft is None:
                 made = drafts.setdefault(offer.source, [0, 0])
                 made[0] += chosen[i] == 1
                 made[1] += 1
                 drafting[offer.source] = self.costs.draft(offer.source, made[1], made[0])
-            took = self._pass_s(rows) + sum(drafting.values())
+            took = pass_s + sum(drafting.values())
             if len(order) >= least and tokens / took > best.rate:
-                best = _Plan(offers, order[:], rows, took, tokens / took)
+                best = _Plan(offers, order[:], rows, pass_s, took, tokens / took)
             if chosen[i] < len(offer.gains):
                 heapq.heappush(heap, (-offer.gains[chosen[i]], i))
         return best
 
-    def _pass_s(self, rows: float) -> float:
-        """Seconds of a pass with so many rows of drafts in expectation."""
-        low = min(int(rows), len(self.rows_s) - 1)
-        high = min(low + 1, len(self.rows_s) - 1)
-        return self.rows_s[low] + (rows - low) * (self.rows_s[high] - self.rows_s[low])
-
     def choices(self, plan: _Plan) -> list[Choice]:
         """What the plan means for each request. Drafts may go on beyond it while rows cost about the same."""
-        counts = [plan.order.count(i) for i in range(len(plan.offers))]
-        worth = self.worth(plan.rate, plan.rows)
+        counts = plan.counts()
+        worth = max(_NOTHING, plan.rate * (plan.pass_s - self.rows_s[0]) / plan.rows) if plan.rows else _NOTHING
         asked = [offer.source for offer, n in zip(plan.offers, counts, strict=True) if offer is not None and n]
         stretch = len(plan.order)
-        while stretch + 1 < len(self.rows_s) and self.worth(plan.rate, stretch + 1, stretch) <= 2.0 * worth:
+        while stretch + 1 < len(self.rows_s) and self.worth(plan.rate, stretch) <= 2.0 * worth:
             stretch += 1
         choices = []
         for offer, n in zip(plan.offers, counts, strict=True):
@@ -261,11 +289,9 @@ class _Planner:
                 choices.append(Choice(offer, n, worth, step, min(2 * n + 1, n + stretch - len(plan.order))))
         return choices
 
-    def worth(self, rate: float, rows: float = 1.0, first: float = 0.0) -> float:
-        """Expected tokens that an average row of the first .. rows-th of drafts has to bring."""
-        if rows <= first:
-            return _NOTHING
-        return max(_NOTHING, rate * (self._pass_s(rows) - self._pass_s(first)) / (rows - first))
+    def worth(self, rate: float, rows: int = 0) -> float:
+        """Expected tokens that one more row than so many of drafts has to bring."""
+        return max(_NOTHING, rate * (self.rows_s[rows + 1] - self.rows_s[rows]))
 
     def step(self, rate: float, offer: Offer) -> float:
         """Expected tokens that a further pass of the offer's source has to bring."""

@@ -109,7 +109,7 @@ class Evidence:
         if draft.parents is not None:
             self._note_tree(source)
         self._surprised.discard(source)
-        if path and self.gains(source, 1)[0] < 0.5:
+        if path and self._first_chance(draft) < 0.5:
             self._surprised.add(source)
         depths = draft.depths()
         for rank in range(asked):
@@ -119,6 +119,12 @@ class Evidence:
                 len(path) < len(emitted) or (rank < len(depths) and depths[rank] <= len(path))
             ):
                 self._add((source, "rank", rank), rank < verified and rank in path)
+
+    def _first_chance(self, draft: Draft) -> float:
+        """The chance that one of the draft's first tokens is right, by what was known when it was made."""
+        if draft.confidence is None:
+            return self.by_place(draft.source, 1)[0]
+        return sum(self.by_confidence(draft.source, [draft.confidence[child] for child in draft.children(-1)]))
 
     def _longest(self, source: str) -> int:
         """Tokens of the longest draft that any request asked the source for."""
