@@ -118,29 +118,20 @@ class Controller:
         Drafts that say how sure their source is get the rows that they turned out to be worth; one that there already
         was takes their place where it is worth more.
         """
-        settled = [
-            (choice.offer if new is None else new, choice.length) for choice, new in zip(choices, made, strict=True)
-        ]
-        asked = [(i, new) for i, new in enumerate(made) if new is not None and new.draft is not None]
-        ready = {i: [offer for offer in asks[i].offers if offer.draft is not None and offer.gains] for i, _ in asked}
-        unsettled = []
-        for i, new in asked:
-            choice, draft = choices[i], new.draft
-            assert draft is not None
-            if not choice.worth:
-                settled[i] = (new, len(draft))
-            elif not choice.trial and (draft.confidence is not None or not len(draft)):
-                unsettled.append(i)
-        if unsettled:
-            fixed = [pair for i, pair in enumerate(settled) if i not in unsettled]
-            base = rows + len(asks) + sum(length for _, length in fixed)
-            sure = others + len(asks) + sum(sum(offer.gains[:length]) for offer, length in fixed if offer is not None)
-            offers = [[offer for offer in (made[i], *ready[i]) if offer is not None and offer.gains] for i in unsettled]
-            most = sum(max((len(offer.gains) for offer in each), default=0) for each in offers)
-            planner = _Planner(self.costs, sure, self.costs.passes(base, base + most, reading=rows > others))
-            plan = planner.best(offers)
-            for i, offer, length in zip(unsettled, plan.offers, plan.counts(), strict=True):
-                settled[i] = (offer, length)
+        settled = [(new or choice.offer, choice.length) for choice, new in zip(choices, made, strict=True)]
+        judged = [i for i, new in enumerate(made) if new is not None and choices[i].worth and not choices[i].trial]
+        judged = [i for i in judged if _tells(made[i])]
+        if not judged:
+            return settled
+        fixed = [pair for i, pair in enumerate(settled) if i not in judged]
+        base = rows + len(asks) + sum(length for _, length in fixed)
+        sure = others + len(asks) + sum(sum(offer.gains[:length]) for offer, length in fixed if offer is not None)
+        drafts = [[made[i], *asks[i].offers] for i in judged]
+        offers = [[o for o in each if o is not None and o.draft is not None and o.gains] for each in drafts]
+        most = sum(max((len(offer.gains) for offer in each), default=0) for each in offers)
+        plan = _Planner(self.costs, sure, self.costs.passes(base, base + most, reading=rows > others)).best(offers)
+        for i, offer, length in zip(judged, plan.offers, plan.counts(), strict=True):
+            settled[i] = (offer, length)
         return settled
 
     def _is_steady(self, ask: Ask) -> bool:
@@ -199,6 +190,11 @@ class Controller:
         if self._idle >= patience or asks[i].evidence.surprised(source):
             self._idle = 0
             choices[i] = planner.choices(trial)[0]
+
+
+def _tells(made: Offer | None) -> bool:
+    """Whether a draft that was made says more about its worth than was known before."""
+    return made is not None and made.draft is not None and (made.draft.confidence is not None or not len(made.draft))
 
 
 @dataclass(slots=True)
