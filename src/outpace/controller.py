@@ -179,7 +179,8 @@ class Controller:
                 )
                 choices[i] = Choice(offer, 1, planner.worth(plan.rate), planner.step(plan.rate, offer), trial=tokens)
                 return
-        if not self._idle or not costly:
+        surprised = any(asks[i].evidence.surprised(offer.source) for i, offer in costly)
+        if not costly or not self._idle or (self._idle < _PROBE_EVERY[0] and not surprised):
             return
         trials = [(planner.plan([offer], least=1), i) for i, offer in costly]
         trial, i = max(trials, key=lambda each: each[0].rate)
@@ -221,6 +222,9 @@ class _Planner:
 
     def best(self, offers: Sequence[Sequence[Offer]]) -> _Plan:
         """The plan with the most expected tokens a second. offers: of each request."""
+        if len(offers) == 1:
+            plans = [self.plan([offer]) for offer in offers[0]] or [self.plan([None])]
+            return max(plans, key=lambda each: each.rate)
         picked = [self._pick(each) for each in offers]
         plan = self.plan(picked)
         if any(offer is not None and offer.draft is None for offer in picked):
@@ -238,35 +242,40 @@ class _Planner:
     def plan(self, offers: Sequence[Offer | None], least: int = 0) -> _Plan:
         """Rows handed out one by one, each to the offer whose next token promises most; the count with the most
         expected tokens a second, at least `least` where there are as many."""
-        chosen, order = [0] * len(offers), []
-        drafts: dict[str, list[int]] = {}  # source -> requests and tokens drafted for them
-        drafting: dict[str, float] = {}
+        chosen, order = [0] * len(offers), list[int]()
+        asked: dict[str, list[int]] = {}  # source that drafts when it is chosen -> requests, and tokens for them
         # (minus the chance that the request's next row is reached and accepted, the request)
         heap = [(-offer.gains[0], i) for i, offer in enumerate(offers) if offer is not None]
         heapq.heapify(heap)
-        tokens, rows, pass_s = float(self.sure), 0.0, self.rows_s[0]
-        best = _Plan(offers, [], 0.0, pass_s, pass_s, 0.0 if least and heap else tokens / pass_s)
+        rows_s = self.rows_s
+        tokens, rows, pass_s, took = self.sure, 0.0, rows_s[0], rows_s[0]
+        # count of tokens, rows, seconds of the pass, with the drafting; tokens a second
+        best = 0, rows, pass_s, took, (0.0 if least and heap else tokens / took)
         while heap:
-            minus_gain, i = heapq.heappop(heap)
+            minus_gain, i = heap[0]
             offer = offers[i]
             assert offer is not None
+            n, at = chosen[i], len(order)
+            row = 1.0 if offer.rows is None else offer.rows[n]
             tokens -= minus_gain
-            row = 1.0 if offer.rows is None else offer.rows[chosen[i]]
             rows += row
-            chosen[i] += 1
+            pass_s += row * (rows_s[at + 1] - rows_s[at])
+            chosen[i] = n + 1
             order.append(i)
-            pass_s += row * (self.rows_s[len(order)] - self.rows_s[len(order) - 1])
+            took = pass_s
             if offer.draft is None:
-                made = drafts.setdefault(offer.source, [0, 0])
-                made[0] += chosen[i] == 1
-                made[1] += 1
-                drafting[offer.source] = self.costs.draft(offer.source, made[1], made[0])
-            took = pass_s + sum(drafting.values())
-            if len(order) >= least and tokens / took > best.rate:
-                best = _Plan(offers, order[:], rows, pass_s, took, tokens / took)
-            if chosen[i] < len(offer.gains):
-                heapq.heappush(heap, (-offer.gains[chosen[i]], i))
-        return best
+                drafts = asked.setdefault(offer.source, [0, 0])
+                drafts[0] += not n
+                drafts[1] += 1
+            for source, drafts in asked.items():
+                took += self.costs.draft(source, drafts[1], drafts[0])
+            if tokens > best[4] * took and at + 1 >= least:
+                best = at + 1, rows, pass_s, took, tokens / took
+            if n + 1 < len(offer.gains):
+                heapq.heapreplace(heap, (-offer.gains[n + 1], i))
+            else:
+                heapq.heappop(heap)
+        return _Plan(offers, order[: best[0]], *best[1:])
 
     def choices(self, plan: _Plan) -> list[Choice]:
         """What the plan means for each request. Drafts may go on beyond it while rows cost about the same."""
