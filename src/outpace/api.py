@@ -330,6 +330,11 @@ class LanguageModel:
         )
 
     @property
+    def stats(self) -> Stats:
+        """What all answers so far came to together, each shared pass counted once."""
+        return self.engine.decoder.total
+
+    @property
     def config(self) -> ModelConfig:
         return self.target.config
 

@@ -94,11 +94,12 @@ class _DraftCost:
         self.by_depth.add(depth, seconds, now)
 
     def at(self, tokens: int, requests: int) -> float:
-        if requests not in self.by_tokens:
+        line = self.by_tokens.get(requests)
+        if line is None:
             # As for the nearest number of requests, each with as many tokens: they share the drafter's passes.
             nearest = min(self.by_tokens, key=lambda known: abs(known - requests))
             return self.by_tokens[nearest].at(tokens * nearest / requests)
-        return self.by_tokens[requests].at(tokens)
+        return line.at(tokens)
 
 
 class Costs:
@@ -110,6 +111,7 @@ class Costs:
 
     def __init__(self, shape: Mapping[int, float] | None = None) -> None:
         self._shape = sorted((shape or {}).items())
+        self._ratios: dict[int, float] = {}
         self._passes: dict[int, Timing] = {}
         self._reading = Timing()  # of passes that read a prompt, too: times of what their rows would cost
         self._drafts: dict[str, _DraftCost] = {}
@@ -150,7 +152,8 @@ class Costs:
 
     def draft(self, source: str, tokens: int = 1, requests: int = 1) -> float:
         """Seconds of drafts of so many tokens in all for so many requests at once; 0.0 before the first."""
-        return self._drafts[source].at(tokens, requests) if tokens and self.timed(source) else 0.0
+        cost = self._drafts.get(source)
+        return cost.at(tokens, requests) if cost is not None and tokens else 0.0
 
     def step(self, source: str) -> float:
         """Seconds by which a draft costs more that is one token deeper; 0.0 before the first."""
@@ -186,6 +189,11 @@ class Costs:
 
     def _ratio(self, rows: int) -> float:
         """T(rows) / T(1) by the shape, or by the prior."""
+        if rows not in self._ratios:
+            self._ratios[rows] = self._find_ratio(rows)
+        return self._ratios[rows]
+
+    def _find_ratio(self, rows: int) -> float:
         shape = self._shape
         if len(shape) < 2:
             return 1.0 + _ROW_PRIOR * (rows - 1)
