@@ -26,7 +26,7 @@ LAYERS = (
     ("slots", "costs"),
     ("drafters", "controller"),
     ("decode",),
-    ("engine",),
+    ("engine", "self_draft"),
     ("api", "speculator"),
     ("bench",),
     ("cli",),
