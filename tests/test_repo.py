@@ -27,7 +27,7 @@ LAYERS = (
     ("drafters", "controller"),
     ("proposing",),
     ("decode",),
-    ("engine",),
+    ("engine", "self_draft"),
     ("api", "speculator"),
     ("bench",),
     ("cli",),

@@ -20,7 +20,7 @@ import numpy as np
 
 from . import hub
 from .backends.base import Backend
-from .backends.memory import check_fits, estimate
+from .backends.memory import LEAST_CONTEXT, check_fits, estimate
 from .backends.native import NativeBackend
 from .backends.reference import ReferenceBackend
 from .cache import CacheOption, cache_kind
@@ -43,6 +43,7 @@ from .json_file import read_json
 from .models.loading import LoadedModel, load_model
 from .models.quantise import Precision, check_precision
 from .sampling import generation_defaults
+from .self_draft import kept_layers, pays, self_draft, smaller
 from .text.stream import TextStream
 from .text.template import ChatTemplate, encode_chat
 from .text.tokenizer import Tokenizer, same_vocabulary
@@ -100,6 +101,7 @@ def load(
     draft_model: str | Path | None = None,
     datastore: str | Path | None = None,
     draft_tokens: int | None = None,
+    draft_layers: int | None = None,
     context: int | None = None,
     kv_cache: CacheOption = "auto",
     slots: int = 16,
@@ -115,16 +117,17 @@ def load(
     has more than 4 bits to 4; "f32" computes in float32; "bf16" does so with weights of 2 bytes: those of F16 and
     BF16 files as they are, F32 and FP8 rounded to bfloat16. draft: "auto", "mtp", "eagle3", "dflash", "draft_model",
     "self", "ngram", "suffix", "datastore" or "none"; "auto" takes the text itself, and beside it the head, given or
-    inside the model, the draft model and the datastore where they are given. head: a learned draft head made for the
-    model, a folder, a file or a Hugging Face id; draft="mtp" finds one inside the model, too. draft_model: the model
-    that drafts; "self": the model's own weights at 4 bits, held a second time, and the text. datastore: a file of
-    `outpace index`. draft_tokens: always draft this many (0 .. 15), from the head or draft model where there is one,
-    instead of deciding by evidence. context: tokens a request may hold, prompt and answer; the model's own limit by
-    default. kv_cache: how keys and values of past tokens are held: "f32", "f16", "q8" (8 bits: half of f16's memory),
-    or "auto": f32 when precision is "f32", else f16. slots: requests at once. backend: "native", or "reference" for
-    the slow NumPy oracle. cache: keep the weights as the kernels read them on the disk (hub.relaid), so that the next
-    load only maps them; the results are the same. offline, progress: as hub.resolve, for a model that is not on this
-    machine yet. What is odd about a model but no error is a warning.
+    inside the model, the draft model and the datastore where they are given, else "self" where that can be expected to
+    pay (self_draft.py). head: a learned draft head made for the model, a folder, a file or a Hugging Face id;
+    draft="mtp" finds one inside the model, too. draft_model: the model that drafts; "self": the model's own weights at
+    4 bits, held a second time, and the text. datastore: a file of `outpace index`. draft_tokens: always draft this many
+    (0 .. 15), from the head or draft model where there is one, instead of deciding by evidence. draft_layers: how many
+    of its layers "self" keeps; all by default. context: tokens a request may hold, prompt and answer; the model's own
+    limit by default. kv_cache: how keys and values of past tokens are held: "f32", "f16", "q8" (8 bits: half of f16's
+    memory), or "auto": f32 when precision is "f32", else f16. slots: requests at once. backend: "native", or
+    "reference" for the slow NumPy oracle. cache: keep the weights as the kernels read them on the disk (hub.relaid), so
+    that the next load only maps them; the results are the same. offline, progress: as hub.resolve, for a model that is
+    not on this machine yet. What is odd about a model but no error is a warning.
 
     Raises UsageError, HubError, ModelError, or CapacityError when memory does not suffice.
     """
@@ -142,6 +145,8 @@ def load(
         raise UsageError(f"a datastore goes with draft='auto' or 'datastore', not with {draft!r}")
     if draft == "datastore" and datastore is None:
         raise UsageError("draft='datastore' needs datastore=FILE, made by `outpace index`")
+    if draft_layers is not None and draft != "self":
+        raise UsageError(f"draft_layers goes with draft='self', not with {draft!r}")
     if draft_tokens is not None and not (isinstance(draft_tokens, int) and 0 <= draft_tokens <= MAX_DRAFT):
         raise UsageError(f"draft_tokens must be in 0 .. {MAX_DRAFT}, got {draft_tokens!r}")
     check_precision(precision)
@@ -153,7 +158,9 @@ def load(
     if context is not None and not isinstance(context, int):
         raise UsageError(f"context must be a whole number, got {context!r}")
 
-    def open_backend(loaded: LoadedModel, positions: int | None, precision: Precision = precision) -> Backend:
+    def open_backend(
+        loaded: LoadedModel, positions: int | None, precision: Precision, variant: str = "", beside: int = 0
+    ) -> Backend:
         if positions is not None and not 1 <= positions <= loaded.config.max_position_embeddings:
             limit = loaded.config.max_position_embeddings
             raise UsageError(f"context must be in 1 .. {limit} for {loaded.path}, got {positions}")
@@ -166,7 +173,7 @@ def load(
                 positions=positions,
                 kv_cache=kv_cache,
             )
-        check_fits(loaded.path, loaded.config, loaded.weights, precision, positions, kv_cache)
+        check_fits(loaded.path, loaded.config, loaded.weights, precision, positions, kv_cache, beside)
         return NativeBackend(
             loaded.config,
             loaded.weights,
@@ -175,7 +182,7 @@ def load(
             positions=positions,
             threads=threads,
             kv_cache=kv_cache,
-            relaid=Relaid(hub.relaid(loaded.path), loaded.path) if cache else None,
+            relaid=Relaid(hub.relaid(loaded.path), loaded.path, variant=variant) if cache else None,
         )
 
     def open_files(name: str | Path) -> LoadedModel:
@@ -189,7 +196,30 @@ def load(
         raise UsageError(f"draft='mtp' needs head=PATH: {model} has no head inside")
     tokenizer = load_tokenizer(loaded)
     corpus = None if datastore is None else DatastoreDrafter(open_for(datastore, tokenizer, str(model)))
-    target = open_backend(loaded, context)
+    has_head = head is not None or loaded.head
+    small: LoadedModel | None = None  # the model that drafts, if one does, its arithmetic and what makes it
+    small_precision, variant = precision, ""
+    if draft_model is not None:
+        small = open_files(draft_model)
+        difference = same_vocabulary(tokenizer, load_tokenizer(small))
+        if difference is not None:
+            raise UsageError(f"{draft_model} cannot draft for {model}: {difference}")
+    elif draft == "self" or (
+        draft == "auto" and not has_head and backend == "native" and cache and pays(loaded, precision)
+    ):
+        layers = kept_layers(loaded.config.num_hidden_layers, draft_layers)
+        small, small_precision, variant = (
+            self_draft(load_model(loaded.path), tokenizer, layers),
+            "int8",
+            f"self {layers}",
+        )
+        if not smaller(small, loaded, precision):
+            raise UsageError(f"draft='self' drafts at 4 bits, which {model} has already: use another drafter")
+    beside = 0
+    if small is not None:
+        least = min(LEAST_CONTEXT, small.config.max_position_embeddings)
+        beside = estimate(small.config, small.weights, small_precision, min(context or least, least), kv_cache).total
+    target = open_backend(loaded, context, precision, beside=beside)
     drafters: list[Drafter] = []  # the main one first
     if head is not None:
         path = Path(head) if Path(head).exists() else hub.resolve(head, offline=offline, progress=progress)
@@ -201,19 +231,10 @@ def load(
             if draft == "mtp":
                 raise
             warnings.warn(f"the draft head inside the model is not used: {error}", stacklevel=2)
-    if draft_model is not None:
-        small = open_files(draft_model)
-        difference = same_vocabulary(tokenizer, load_tokenizer(small))
-        if difference is not None:
-            raise UsageError(f"{draft_model} cannot draft for {model}: {difference}")
+    if small is not None:
         positions = min(target.capacity.positions, small.config.max_position_embeddings)
-        drafters.append(DraftModelDrafter(open_backend(small, positions)))
-    elif draft == "self":
-        small = open_files(model)
-        four, own = (estimate(small.config, small.weights, bits).weights for bits in ("int4", precision))
-        if four > 0.9 * own:
-            raise UsageError(f"draft='self' drafts at 4 bits, which {model} has already: use another drafter")
-        drafters.append(DraftModelDrafter(open_backend(small, target.capacity.positions, "int4"), "self"))
+        drafter = open_backend(small, positions, small_precision, variant)
+        drafters.append(DraftModelDrafter(drafter, "draft_model" if draft_model is not None else "self"))
     if draft in ("auto", "self", "suffix"):  # the suffix automaton finds what n-grams find
         drafters.append(SuffixDrafter())
     elif draft == "ngram":
