@@ -63,7 +63,8 @@ def test_every_slot_is_known_and_filled() -> None:
     material += [sentence for groups in PASSAGES.values() for group in groups for sentence in group]
     slots = {name for piece in material for name in re.findall(r"(?<!\{)\{(\w+)\}", piece)}
     assert slots <= set(WORDS) | {"passage"}
-    assert not [prompt for prompt in COMPOSED if re.search(r"(?<!\{)\{(%s)\}" % "|".join(slots), text(prompt))]
+    unfilled = re.compile(r"(?<!\{)\{(" + "|".join(slots) + r")\}")
+    assert not [prompt for prompt in COMPOSED if unfilled.search(text(prompt))]
 
 
 def test_a_conversation_grows_by_answers() -> None:

@@ -16,7 +16,7 @@ import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -75,8 +75,8 @@ def record(
     tokens: int | None = None,
     progress: Progress | None = None,
 ) -> int:
-    """Lets the target answer composed prompts until `seconds` have passed or the folder holds `tokens` answer tokens;
-    goes on where an earlier call ended. Returns the answer tokens that the folder holds.
+    """Lets the target answer composed prompts until the folder holds `tokens` answer tokens, or what `seconds` of work
+    gave; goes on where an earlier call ended. Returns the answer tokens that the folder holds.
 
     made_by: the target's fingerprint. Ctrl-C keeps the answers that are complete, and goes on as KeyboardInterrupt.
     Raises UsageError when the folder holds another target's data, ModelError when the disk is full.
@@ -89,27 +89,34 @@ def record(
         index = {**facts, "shards": []}
     check(folder, index, facts)
     shards: list[dict[str, int]] = index["shards"]
-    begin = time.monotonic()
     done = sum(shard["answers"] for shard in shards)
-    while (tokens is None or done < tokens) and (seconds is None or time.monotonic() - begin < seconds):
+    spent = sum(shard["milliseconds"] for shard in shards) / 1000
+    while (tokens is None or done < tokens) and (seconds is None or spent < seconds):
         first = shards[-1]["next"] if shards else 0
         _check_space(folder, len(taps) * model.config.hidden_size)
-        prompts = list(islice(compose(seed), first, first + SHARD_PROMPTS))
+        prompts = islice(compose(seed), first, first + SHARD_PROMPTS)
+        asked = [
+            (p, SampleOpts(temperature=TEMPERATURE if i % 2 else 0.0, seed=i)) for i, p in enumerate(prompts, first)
+        ]
         answers: list[Example] = []
-        left = None if seconds is None else begin + seconds
+        part_begin = time.monotonic()
+        deadline = None if seconds is None else part_begin + seconds - spent
         interrupted: BaseException | None = None
         try:
-            for answer in _answers(model, prompts, taps, first, left):
+            for answer in answered(model, asked, taps, deadline):
                 answers.append(answer)
                 done += len(answer.tokens) - answer.answer
                 if progress is not None:
-                    progress(done, first + len(answers), time.monotonic() - begin)
+                    progress(done, first + len(answers), spent + time.monotonic() - part_begin)
                 if tokens is not None and done >= tokens:
                     break
         except KeyboardInterrupt as error:
             interrupted = error
+        taken = time.monotonic() - part_begin
+        spent += taken
         if answers:
-            shards.append(_write(folder, len(shards), answers, first + SHARD_PROMPTS))
+            facts_of_it = {"next": first + SHARD_PROMPTS, "milliseconds": round(1000 * taken)}
+            shards.append(_write(folder, len(shards), answers) | facts_of_it)
             with replacing(folder / INDEX) as file:
                 file.write(json.dumps(index, indent=1).encode())
         if interrupted is not None:
@@ -125,14 +132,17 @@ def check(folder: Path, index: dict[str, Any], facts: dict[str, Any]) -> None:
             raise UsageError(f"{folder}: the data there were made with {what}: use a new folder, or delete this one")
 
 
-def _answers(
-    model: LanguageModel, prompts: Sequence[Prompt], taps: tuple[int, ...], first: int, deadline: float | None
+def answered(
+    model: LanguageModel,
+    asked: Sequence[tuple[Prompt, SampleOpts]],
+    taps: Sequence[int],
+    deadline: float | None = None,
 ) -> Iterator[Example]:
-    """The target's answers, in the order in which they finish. Every second one is greedy."""
-    waiting: deque[tuple[Prompt, tuple[str, ...], SampleOpts]] = deque()
-    for i, prompt in enumerate(prompts, first):
-        opts = SampleOpts(temperature=TEMPERATURE if i % 2 else 0.0, seed=i)
-        waiting.append((prompt, (), opts))
+    """The target's answers, in the order in which they finish; at the deadline also what there is of the others.
+
+    deadline: of time.monotonic. Raises what a request fails with.
+    """
+    waiting: deque[tuple[Prompt, tuple[str, ...], SampleOpts]] = deque((prompt, (), opts) for prompt, opts in asked)
     running: dict[int, tuple[Request, Prompt, tuple[str, ...], SampleOpts]] = {}
     engine = model.engine
     try:
@@ -143,8 +153,7 @@ def _answers(
                 if len(ids) > PROMPT_TOKENS:
                     continue
                 limit = ANSWER_TOKENS if len(given) + 1 == len(prompt.turns) else TURN_TOKENS
-                asked = SampleOpts(temperature=opts.temperature, seed=opts.seed, max_tokens=limit)
-                request = engine.submit(ids, asked, taps=taps, speculate=False)
+                request = engine.submit(ids, replace(opts, max_tokens=limit), taps=taps, speculate=False)
                 running[id(request)] = (request, prompt, given, opts)
             for request in engine.step():
                 emitted = len(request.tokens) - len(request.prompt)
@@ -168,7 +177,7 @@ def _answers(
             engine.cancel(request)
 
 
-def _sequence(request: Request, taps: tuple[int, ...]) -> Example | None:
+def _sequence(request: Request, taps: Sequence[int]) -> Example | None:
     """What a finished request teaches: up to a loop's second turn. None where that is too little."""
     start = len(request.prompt)
     n = min(len(request.tokens) - 1, request.read)
@@ -204,8 +213,8 @@ def loop_start(tokens: Sequence[int], most: int = 48, times: int = 3, least: int
     return None
 
 
-def _write(folder: Path, number: int, answers: Sequence[Example], following: int) -> dict[str, int]:
-    """Writes a shard and returns its line in the index. following: the first prompt of the next one."""
+def _write(folder: Path, number: int, answers: Sequence[Example]) -> dict[str, int]:
+    """Writes a shard and returns its numbers for the index."""
     ends = np.cumsum([len(answer.tokens) for answer in answers])
     starts = ends - [len(answer.tokens) for answer in answers]
     rows: I64 = np.stack([starts, starts + [answer.answer for answer in answers], ends], axis=1).astype(np.int64)
@@ -221,7 +230,6 @@ def _write(folder: Path, number: int, answers: Sequence[Example], following: int
         "sequences": len(answers),
         "tokens": int(ends[-1]),
         "answers": int((rows[:, 2] - rows[:, 1]).sum()),
-        "next": following,
     }
 
 
@@ -231,7 +239,7 @@ def _index(folder: Path) -> dict[str, Any] | None:
         return None
     try:
         for shard in index["shards"]:
-            for name in ("sequences", "tokens", "answers", "next"):
+            for name in ("sequences", "tokens", "answers", "next", "milliseconds"):
                 if not isinstance(shard[name], int):
                     raise TypeError
         if index["format"] != FORMAT:
@@ -239,6 +247,13 @@ def _index(folder: Path) -> dict[str, Any] | None:
     except (KeyError, TypeError):
         raise ModelError(f"{folder / INDEX}: is damaged: delete the folder {folder} and make the data again") from None
     return index
+
+
+def _in_order(rows: I64, tokens: int) -> bool:
+    """Whether every sequence has its answer inside itself, and lies inside the shard."""
+    edges = np.concatenate([np.zeros((len(rows), 1), np.int64), rows, np.full((len(rows), 1), tokens)], axis=1)
+    steps = np.diff(edges, axis=1)
+    return bool((steps >= 0).all() and (steps[:, 2] > 0).all())
 
 
 def _check_space(folder: Path, numbers: int) -> None:
@@ -266,8 +281,7 @@ class Shards:
         for number, shard in enumerate(index["shards"]):
             tokens, states, rows = (self._array(folder, number, name) for name in ("tokens", "states", "rows"))
             shapes = ((shard["tokens"],), (shard["tokens"], len(self.taps), self.hidden), (shard["sequences"], 3))
-            inside = bool((rows[:, 0] <= rows[:, 1]).all() and (rows[:, 1] < rows[:, 2]).all()) if rows.ndim == 2 else False
-            if (tokens.shape, states.shape, rows.shape) != shapes or not inside or rows.min() < 0 or rows.max() > len(tokens):
+            if (tokens.shape, states.shape, rows.shape) != shapes or not _in_order(rows, len(tokens)):
                 raise ModelError(f"{folder}: shard {number} is damaged: delete the folder and make the data again")
             self.sequences += [
                 Example(tokens[start:end], states[start:end], int(answer - start)) for start, answer, end in rows

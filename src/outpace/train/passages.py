@@ -1,5 +1,7 @@
-"""Passages to summarise, edit and ask about, composed of sentences of our own: a kind is a list of places for a sentence,
-each with a few to choose from, so that hardly two passages are the same."""
+"""Passages to summarise, edit and ask about, composed of sentences of our own.
+
+A kind is a list of places for a sentence, each with a few to choose from, so that hardly two passages are the same.
+"""
 
 from __future__ import annotations
 
