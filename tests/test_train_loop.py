@@ -152,7 +152,7 @@ def test_a_loss_that_is_not_a_number_stops_with_the_last_good_checkpoint(tmp_pat
             with torch.no_grad():
                 next(learner.head.parameters()).fill_(math.nan)
 
-    with pytest.raises(NumericalError, match="not finite at step 5.*last good checkpoint"):
+    with pytest.raises(NumericalError, match=r"not finite at step 5.*last good checkpoint"):
         learner.run(1000, poison)
     again = trainer(tmp_path, out, resume=True)
     assert again.status.step == 3

@@ -29,9 +29,11 @@ from .controller import MAX_DRAFT, Controller
 from .costs import kept_shape
 from .decode import Decoder, Request
 from .drafters import (
+    BlockDrafter,
     DatastoreDrafter,
     Drafter,
     DraftModelDrafter,
+    HeadDrafter,
     NgramDrafter,
     SuffixDrafter,
 )
@@ -46,9 +48,11 @@ from .text.template import ChatTemplate, encode_chat
 from .text.tokenizer import Tokenizer, same_vocabulary
 from .types import F32, ModelError, Round, SampleOpts, Stats, TokenLogprobs, UsageError
 from .weights.relaid import Relaid
+from .weights.tensor import Tensor
 
 DEFAULT_MODEL = "smollm2-135m"
-DRAFTERS = ("auto", "draft_model", "self", "ngram", "suffix", "datastore", "none")
+HEADS = ("mtp", "eagle3", "dflash")
+DRAFTERS = ("auto", *HEADS, "draft_model", "self", "ngram", "suffix", "datastore", "none")
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -92,6 +96,7 @@ def load(
     *,
     precision: Precision = "int8",
     draft: str = "auto",
+    head: str | Path | None = None,
     draft_model: str | Path | None = None,
     datastore: str | Path | None = None,
     draft_tokens: int | None = None,
@@ -108,21 +113,27 @@ def load(
 
     precision: "int8" keeps a quantised file's values and rounds others to 8 bits in groups of 32; "int4" rounds what
     has more than 4 bits to 4; "f32" computes in float32; "bf16" does so with weights of 2 bytes: those of F16 and
-    BF16 files as they are, F32 and FP8 rounded to bfloat16. draft: "auto", "draft_model", "self", "ngram", "suffix",
-    "datastore" or "none"; "auto" takes the text itself, and beside it the draft model and the datastore where they
-    are given. draft_model: the model that drafts; "self": the model's own weights at 4 bits, held a second time, and
-    the text. datastore: a file of `outpace index`. draft_tokens: always draft this many (0 .. 15), from the draft
-    model where there is one, instead of deciding by evidence. context: tokens a request may hold, prompt and answer;
-    the model's own limit by default. kv_cache: how keys and values of past tokens are held: "f32", "f16", "q8" (8
-    bits: half of f16's memory), or "auto": f32 when precision is "f32", else f16. slots: requests at once. backend:
-    "native", or "reference" for the slow NumPy oracle. cache: keep the weights as the kernels read them on the disk
-    (hub.relaid), so that the next load only maps them; the results are the same. offline, progress: as hub.resolve,
-    for a model that is not on this machine yet. What is odd about a model but no error is a warning.
+    BF16 files as they are, F32 and FP8 rounded to bfloat16. draft: "auto", "mtp", "eagle3", "dflash", "draft_model",
+    "self", "ngram", "suffix", "datastore" or "none"; "auto" takes the text itself, and beside it the head, given or
+    inside the model, the draft model and the datastore where they are given. head: a learned draft head made for the
+    model, a folder, a file or a Hugging Face id; draft="mtp" finds one inside the model, too. draft_model: the model
+    that drafts; "self": the model's own weights at 4 bits, held a second time, and the text. datastore: a file of
+    `outpace index`. draft_tokens: always draft this many (0 .. 15), from the head or draft model where there is one,
+    instead of deciding by evidence. context: tokens a request may hold, prompt and answer; the model's own limit by
+    default. kv_cache: how keys and values of past tokens are held: "f32", "f16", "q8" (8 bits: half of f16's memory),
+    or "auto": f32 when precision is "f32", else f16. slots: requests at once. backend: "native", or "reference" for
+    the slow NumPy oracle. cache: keep the weights as the kernels read them on the disk (hub.relaid), so that the next
+    load only maps them; the results are the same. offline, progress: as hub.resolve, for a model that is not on this
+    machine yet. What is odd about a model but no error is a warning.
 
     Raises UsageError, HubError, ModelError, or CapacityError when memory does not suffice.
     """
     if draft not in DRAFTERS:
         raise UsageError(f"draft must be one of {', '.join(DRAFTERS)}, got {draft!r}")
+    if head is not None and draft not in ("auto", *HEADS):
+        raise UsageError(f"a head goes with draft='auto', 'mtp', 'eagle3' or 'dflash', not with {draft!r}")
+    if draft in HEADS[1:] and head is None:
+        raise UsageError(f"draft={draft!r} needs head=PATH, a head of that kind made for this model")
     if draft_model is not None and draft not in ("auto", "draft_model"):
         raise UsageError(f"a draft model goes with draft='auto' or 'draft_model', not with {draft!r}")
     if draft == "draft_model" and draft_model is None:
@@ -174,10 +185,22 @@ def load(
         return loaded
 
     loaded = open_files(model)
+    if draft == "mtp" and head is None and not loaded.head:
+        raise UsageError(f"draft='mtp' needs head=PATH: {model} has no head inside")
     tokenizer = load_tokenizer(loaded)
     corpus = None if datastore is None else DatastoreDrafter(open_for(datastore, tokenizer, str(model)))
     target = open_backend(loaded, context)
     drafters: list[Drafter] = []  # the main one first
+    if head is not None:
+        path = Path(head) if Path(head).exists() else hub.resolve(head, offline=offline, progress=progress)
+        drafters.append(open_head(path, loaded, target, draft))
+    elif loaded.head and draft in ("auto", "mtp"):
+        try:
+            drafters.append(open_head(loaded.path, loaded, target, draft))
+        except ModelError as error:
+            if draft == "mtp":
+                raise
+            warnings.warn(f"the draft head inside the model is not used: {error}", stacklevel=2)
     if draft_model is not None:
         small = open_files(draft_model)
         difference = same_vocabulary(tokenizer, load_tokenizer(small))
@@ -213,6 +236,25 @@ def load(
         defaults=load_defaults(loaded),
         name=str(model),
     )
+
+
+def open_head(path: Path, loaded: LoadedModel, target: Backend, draft: str = "auto") -> Drafter:
+    """The drafter with the learned head at `path`, which runs beside its target. draft: the algorithm that it must be
+    of, or "auto". Raises UsageError for another one, ModelError for a head that does not fit the model."""
+    from .backends.running_head import run_head
+    from .heads.loading import borrowed, load_head
+
+    head = load_head(path, loaded.config)
+    kind = head.config.algorithm
+    if draft not in ("auto", kind):
+        raise UsageError(f"{path} is a head of kind {kind}, not {draft}: use draft={kind!r}")
+    own = {name: head.weights.take_tensor(name) for name in head.weights.keys()}  # noqa: SIM118
+
+    def borrow() -> dict[str, Tensor]:  # the target took its own
+        return borrowed(head.config, load_model(loaded.path).weights, loaded.config)
+
+    running = run_head(target, head.config, own, borrow, head.d2t)
+    return BlockDrafter(running) if kind == "dflash" else HeadDrafter(running)
 
 
 def load_tokenizer(loaded: LoadedModel) -> Tokenizer:
