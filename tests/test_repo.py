@@ -28,6 +28,7 @@ LAYERS = (
     ("proposing",),
     ("decode",),
     ("engine", "self_draft"),
+    ("opening",),
     ("api", "speculator"),
     ("bench",),
     ("train",),
