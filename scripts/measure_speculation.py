@@ -143,7 +143,7 @@ def main() -> None:
                 model = load(args.model, precision=args.precision, draft=draft, **more)
                 main_drafter = model.drafters[0]
                 modes[draft] = ([main_drafter], None)
-                modes |= {f"{draft} {k}": ([main_drafter], k) for k in (2, 4)}
+                modes |= {f"{draft} {k}": ([main_drafter], k) for k in (1, 2, 3, 4)}
                 modes[f"{draft}+suffix"] = ([main_drafter, SuffixDrafter()], None)
         print(f"{processor()}, {args.model}, {args.precision}, {args.tokens} tokens, {args.turns} turns")
         found = {"processor": processor(), "model": str(args.model), "precision": args.precision}

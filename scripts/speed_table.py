@@ -103,6 +103,18 @@ def perplexity() -> list[str]:
     return cells or [MISSING]
 
 
+def start(mode: str) -> list[str]:
+    """Seconds of a start: median and least to the first token, and of processor time."""
+    found = figures("start").get("modes", {}).get(mode)
+    if not found:
+        return [MISSING]
+    wall, processor = found["first_token_s"], found["processor_s"]
+    return [
+        f"**{wall['median']:.2f} s** (least {wall['least']:.2f}; processor time {processor['median']:.2f}, least "
+        f"{processor['least']:.2f}; load {' to '.join(map(str, figures('start')['load']))})"
+    ]
+
+
 def reach() -> str:
     """The table of aims."""
     smollm2 = ("smollm2",)
@@ -117,6 +129,9 @@ def reach() -> str:
         ("one row, share of streaming bandwidth, 8 / 4 bits", "88 %", by_bits(SHAPES, share)),
         ("one row over PyTorch eager f32", "6", torch_ratio("PyTorch, eager f32")),
         ("one row over PyTorch fbgemm int8", "3", torch_ratio("PyTorch, fbgemm int8")),
+        ("second start of SmolLM2 to the first token", "0.3 s", start("second start")),
+        ("the same without the cache of weights", "", start("without the cache")),
+        ("of it importing NumPy, tokenizers, jinja2 and typer", "", start("libraries")),
         ("perplexity, 20k tokens of documentation", "1.005 over f32; within 0.5 % of llama.cpp", perplexity()),
     ]
     rows = [f"| {what} | {aim} | {'<br>'.join(cells)} |" for what, aim, cells in lines]

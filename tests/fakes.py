@@ -13,11 +13,13 @@ import pytest
 
 from outpace import decode
 from outpace.backends.base import Capacity, Pass, Rows
+from outpace.backends.head import HeadPass, HeadRows
 from outpace.config import ModelConfig
 from outpace.controller import Controller
 from outpace.decode import Decoder, Request
 from outpace.drafters.base import State, Want
 from outpace.engine import Engine
+from outpace.heads.config import HeadConfig
 from outpace.types import CapacityError, Distribution, Draft, SampleOpts, UsageError
 
 
@@ -120,6 +122,112 @@ class TableBackend:
 
     def truncate(self, slot: int, length: int) -> None:
         del self._held[slot][length:]
+
+
+class TableHead:
+    """Keeps the contract of a running head, beside a TableBackend; a row's logits are a function of the tokens that it
+    can see, which are those of the text from its second one on. Checks that every row gets the state it should."""
+
+    def __init__(
+        self,
+        logits: Callable[[Sequence[int]], np.ndarray],
+        vocab_size: int = 5,
+        *,
+        d2t: Sequence[int] | None = None,
+        slots: int = 8,
+        positions: int = 64,
+        rows: int = 64,
+        **config: Any,
+    ) -> None:
+        """config: fields of HeadConfig, an mtp head's by default. dflash: logits of (length, anchor, row), and of
+        (token before, -1) for the Markov bias."""
+        self.config = HeadConfig(**{
+            "algorithm": "mtp", "layers": table_config(vocab_size, positions), "taps": (1,), "target_layers": 1,
+            "target_hidden_size": 4, "draft_vocab_size": vocab_size if d2t is None else len(d2t), **config,
+        })  # fmt: skip
+        self.d2t = None if d2t is None else np.array(d2t, dtype=np.int64)
+        self.capacity = Capacity(slots, positions, rows)
+        self.sure: Callable[[int], float | None] = lambda before: None
+        self._logits = logits
+        self._held: dict[int, list[int]] = {}
+        self._paths: dict[int, list[list[int]]] = {}
+        self._ids = itertools.count()
+        self.rows: list[int] = []  # of each pass
+
+    def new_slot(self) -> int:
+        if len(self._held) >= self.capacity.slots:
+            raise CapacityError("all slots are taken")
+        slot = next(self._ids)
+        self._held[slot], self._paths[slot] = [], []
+        return slot
+
+    def free_slot(self, slot: int) -> None:
+        if slot not in self._held:
+            raise UsageError(f"slot {slot} is not open")
+        del self._held[slot]
+
+    def fork_slot(self, slot: int) -> int:
+        new = self.new_slot()
+        self._held[new] = list(self._held[slot])
+        return new
+
+    def length(self, slot: int) -> int:
+        return len(self._held[slot])
+
+    def commit(self, slot: int, rows: Sequence[int]) -> None:
+        if rows:
+            self._held[slot] += self._paths[slot][rows[-1]]
+        self._paths[slot] = []
+
+    def truncate(self, slot: int, length: int) -> None:
+        assert length <= len(self._held[slot])
+        del self._held[slot][length:]
+        self._paths[slot] = []
+
+    def forward(self, batch: Sequence[HeadRows]) -> HeadPass:
+        self.rows.append(sum(len(share.tokens) for share in batch))
+        assert self.rows[-1] <= self.capacity.rows
+        logits, hidden = [], []
+        for share in batch:
+            held, paths = self._held[share.slot], self._paths[share.slot] if share.append else []
+            self._paths[share.slot] = paths
+            first = len(paths)
+            parents = share.parents or range(first - 1, first + len(share.tokens) - 1)
+            wanted = range(len(share.tokens)) if share.logits is None else share.logits
+            for i, (token, state, parent) in enumerate(zip(share.tokens, share.states, parents, strict=True)):
+                before = paths[parent] if parent >= 0 else []
+                path = [*before, token]
+                paths.append(path)
+                length = len(held) + len(path)
+                # The target's state at a position is its number, from 1 on; the head's own is minus the row's.
+                assert (state == (-(length - 1) if share.own else length)).all()
+                if i in wanted:
+                    logits.append(self._logits([*held, *path]))
+                    hidden.append(np.full(4, -length, dtype=np.float32))
+            assert len(held) + len(paths) <= self.capacity.positions
+        width = self.config.draft_vocab_size
+        return HeadPass(np.array(logits, np.float32).reshape(len(logits), -1 if logits else width), np.array(hidden))
+
+    def read(self, slot: int, features: np.ndarray) -> None:
+        for row in features:
+            self._held[slot].append(0)
+            assert (row == len(self._held[slot])).all()
+        assert len(self._held[slot]) <= self.capacity.positions
+
+    def block(self, slots: Sequence[int], anchors: Sequence[int], rows: int | None = None) -> HeadPass:
+        rows = rows or self.config.block_size
+        self.rows.append(rows * len(slots))
+        logits = []
+        for slot, anchor in zip(slots, anchors, strict=True):
+            assert self.length(slot) + rows <= self.capacity.positions
+            logits += [self._logits((self.length(slot), anchor, row)) for row in range(rows)]
+        return HeadPass(np.array(logits, np.float32), np.zeros((len(logits), 4), np.float32))
+
+    def markov(self, before: int, hidden: np.ndarray, state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return self._logits((before, -1)), state + 1
+
+    def confidence(self, before: int, hidden: np.ndarray) -> float | None:
+        return self.sure(before)
 
 
 class FunctionDrafter:

@@ -223,3 +223,19 @@ def test_a_filled_slot_is_long_and_works(kv_cache: CacheKind) -> None:
     target.truncate(slot, 1000)
     a, b = (target.forward([Rows(s, [7])]).logits for s in (slot, other))
     assert (a == b).all()
+
+
+def test_starts_are_measured_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTPACE_HOME", str(tmp_path / "home"))
+    folder = tiny_folder.write(tmp_path)
+    result = CliRunner().invoke(build(), ["bench", "start", str(folder), "--runs", "2", "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout.splitlines()[-1])
+    assert set(found["modes"]) == {"second start", "without the cache", "libraries"}
+    for figures in found["modes"].values():
+        for name in ("first_token_s", "whole_s", "processor_s"):
+            assert len(figures[name]["samples"]) == 2
+            assert 0 < figures[name]["least"] <= figures[name]["median"]
+        assert figures["first_token_s"]["least"] <= figures["whole_s"]["least"]
+    result = CliRunner().invoke(build(), ["bench", "start", str(folder), "--runs", "0"])
+    assert result.exit_code == 2

@@ -27,9 +27,11 @@ LAYERS = (
     ("drafters", "controller"),
     ("proposing",),
     ("decode",),
-    ("engine",),
+    ("engine", "self_draft"),
+    ("opening",),
     ("api", "speculator"),
     ("bench",),
+    ("train",),
     ("cli",),
 )
 RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
@@ -77,7 +79,7 @@ def wrong_arrows(path: Path) -> list[str]:
     wrong = []
     for name, line in imports(path):
         other = part_of(name) if name.split(".")[0] == "outpace" else own
-        if other in ("", own) or (other == "_native" and own in ("backends", "sampling", "weights", "bench")):
+        if other in ("", own) or (other == "_native" and own in ("backends", "sampling", "text", "weights", "bench")):
             continue
         if other not in RANK or RANK[other] >= RANK[own]:
             wrong.append(f"{path.name}:{line}: {own} imports {name}")
@@ -119,7 +121,8 @@ def test_a_wrong_arrow_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 @pytest.mark.parametrize("path", MODULES, ids=module_name)
 def test_the_package_needs_nothing_that_only_tests_have(path: Path) -> None:
-    assert {name.split(".")[0] for name, _ in imports(path)} & TEST_ONLY == set()
+    allowed = {"torch"} if path.name == "torch_or_say.py" else set()  # of the extra `train`, missed in one clear line
+    assert ({name.split(".")[0] for name, _ in imports(path)} & TEST_ONLY) <= allowed
 
 
 @pytest.mark.parametrize("path", MODULES, ids=module_name)

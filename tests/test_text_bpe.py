@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outpace._native import Bpe, Texts, strings
 from outpace.text import bpe
 from outpace.text.bpe import ShortTexts
 from outpace.text.tokenizer import Tokenizer
@@ -88,3 +91,48 @@ def test_both_know_the_same_tokens() -> None:
     again = Tokenizer(tokenizer._parsing, bos_id=1, eos_id=2, pad_id=0)
     assert list(again._strings) == strings
     assert (again.control_ids, again._added) == (control, added)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.text(max_size=6), max_size=8))
+def test_texts_are_a_list_of_strings(items: list[str]) -> None:
+    try:
+        texts = Texts(items)
+    except UnicodeEncodeError:
+        assert any("\ud800" <= character <= "\udfff" for item in items for character in item)
+        return
+    assert texts == items
+    assert list(texts) == items
+    assert texts == Texts(items)
+    assert texts != [*items, ""]
+    assert not items or texts != Texts([*items[:-1], items[-1] + "x"])
+    assert [texts[i - len(items)] for i in range(len(items))] == items
+    assert texts.longest == max((len(item.encode()) for item in items), default=0)
+    assert isinstance(texts, Sequence)
+    for wrong in (len(items), -len(items) - 1):
+        with pytest.raises(IndexError):
+            texts[wrong]
+
+
+def test_strings_of_a_file_that_only_together_are_text() -> None:
+    def data(*items: bytes) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+        return np.frombuffer(b"".join(len(item).to_bytes(8, "little") + item for item in items), np.uint8)
+
+    snowman = "\N{SNOWMAN}".encode()
+    whole = data(b"", snowman, b"a")
+    assert strings(whole, 0, 3) == (["", "\N{SNOWMAN}", "a"], len(whole))
+    assert strings(whole[:-1], 0, 3) == (["", "\N{SNOWMAN}"], len(whole) - 9)
+    for parts in ((snowman[:1], snowman[1:]), (snowman, snowman[:2]), (b"\xff",)):
+        with pytest.raises(UnicodeDecodeError):
+            strings(data(*parts), 0, len(parts))
+
+
+def test_a_later_merge_of_the_same_pair_counts_and_the_leftmost_is_first() -> None:
+    tokens = Texts(["a", "b", "c", "ab", "bc", "abc", "aa", "\N{SNOWMAN}"])
+    assert Bpe(tokens, Texts(["a b", "b c", "a b"])).encode("abc", False) == [0, 4]
+    assert Bpe(tokens, Texts(["a a"])).encode("aaab", False) == [6, 0, 1]
+    assert Bpe(tokens, Texts([])).encode("a\N{SNOWMAN}z", False) == [0, 7]
+    assert Bpe(tokens, Texts([])).encode("abc", True) == [5]
+    for wrong in (["a"], ["a b c"], ["a z"], ["z a"], ["b a"], [" a"], ["a "]):
+        with pytest.raises(ValueError, match="merge"):
+            Bpe(tokens, Texts(wrong))

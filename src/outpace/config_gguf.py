@@ -117,7 +117,8 @@ def _vocab_size(metadata: Mapping[str, Any], read: Reader, shapes: Mapping[str, 
     if shapes is not None and "token_embd.weight" in shapes:
         return check_int("rows of token_embd.weight", _size(shapes, "token_embd.weight", 0), *INT_RANGES["vocab_size"])
     tokens = metadata.get("tokenizer.ggml.tokens")
-    return read.integer("vocab_size", len(tokens) if isinstance(tokens, list) else None)
+    counted = len(tokens) if isinstance(tokens, Sequence) and not isinstance(tokens, str) else None
+    return read.integer("vocab_size", counted)
 
 
 def _size(shapes: Mapping[str, Sequence[int]] | None, tensor: str, axis: int) -> int | None:

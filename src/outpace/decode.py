@@ -9,7 +9,6 @@ on its prompt, options and seed alone; drafts, company and controller only decid
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,11 +19,13 @@ import numpy as np
 from . import verify
 from .backends.base import Backend, Pass, Rows
 from .controller import FIXED_DRAFT, MAX_DRAFT, Controller
-from .drafters.base import Drafter, State
+from .drafters.base import Drafter, FeatureDrafter, State
 from .evidence import Evidence
-from .proposing import Proposal, Proposer
+from .proposing import Proposal, Proposer, leave_out
 from .sampling import Sampler
 from .types import F32, Draft, Round, SampleOpts, Stats, TokenLogprobs, UsageError, Verdict
+
+_FEATURES_HELD = 128  # tokens whose hidden states wait until a drafter reads them, whether it drafts or not
 
 
 class TextSink(Protocol):
@@ -79,6 +80,7 @@ class Request:
     def begin(self, slot: int, read: int) -> None:
         """Gives the request its slot, which already holds the prompt's first `read` tokens."""
         self.slot, self.read = slot, read
+        self.state.features.start = read
         self.stats.cached_prompt_tokens = read
 
     @property
@@ -91,8 +93,10 @@ class Request:
         return len(self.tokens) - len(self.prompt)
 
     def may_use(self, drafter: Drafter) -> bool:
-        """Whether this drafter may draft for it now."""
-        return drafter.name not in self.without
+        """Whether this drafter may draft for it now. One that reads hidden states begins after the answer's first
+        token, whether or not the prompt's are there: rules whose answers depend on the rounds must not depend on what
+        the slots still held."""
+        return drafter.name not in self.without and (self.emitted > 0 or not getattr(drafter, "taps", ()))
 
     def fail(self, error: Exception) -> None:
         """Ends the answer with an error of its own (NaN logits, a constraint that raises): others go on."""
@@ -157,6 +161,10 @@ class Decoder:
         names = [drafter.name for drafter in self.drafters]
         if len(set(names)) < len(names):
             raise UsageError(f"drafters are told apart by their names, got {', '.join(names)}")
+        readers = [drafter for drafter in self.drafters if isinstance(drafter, FeatureDrafter)]
+        if len(readers) > 1:
+            raise UsageError(f"one drafter can read hidden states, got {', '.join(each.name for each in readers)}")
+        self.reader = readers[0] if readers else None
         self.controller = controller or Controller()
         self.total = Stats()
         self._proposer = Proposer(self.drafters, self.controller, target.config.vocab_size)
@@ -164,6 +172,21 @@ class Decoder:
         # draft a fixed length must not depend on company.
         self._reserve = max(FIXED_DRAFT, self.controller.fixed or 0) if self.drafters else 0
         self.most = max(1, target.capacity.rows // (1 + self._reserve))  # requests in a pass
+
+    def begin(self, request: Request, slot: int, held: int) -> None:
+        """Gives the request its slot, which holds the prompt's first `held` tokens. A drafter that reads hidden states
+        may need those of some of them, which are then read again."""
+        if self.reader is not None and request.speculate:
+            try:
+                needed = self.reader.begin(request.state, held)
+                if not 0 <= needed <= held:
+                    raise UsageError(f"of {held} tokens it cannot hold {needed}")
+                if needed < held:
+                    self.target.truncate(slot, needed)
+                    held = needed
+            except Exception as error:  # whatever a drafter does, it must not cost the answer
+                leave_out(self.reader.name, [request], error)
+        request.begin(slot, held)
 
     def round(self, requests: Sequence[Request]) -> None:
         """One pass for all these running requests; afterwards each has read or emitted something.
@@ -173,9 +196,10 @@ class Decoder:
         """
         start = time.perf_counter()
         shares = self._read(requests)
+        self._absorb(requests)
         self._propose(shares)
         drafted_at = time.perf_counter()
-        taps = tuple(sorted(set(itertools.chain.from_iterable(r.taps for r in requests))))
+        taps = tuple(sorted({tap for r in requests for tap in (*r.taps, *self._feature_taps(r))}))
         batch = [share.rows() for share in shares]
         result = self.target.forward(batch, taps)
         passed_at = time.perf_counter()
@@ -221,6 +245,22 @@ class Decoder:
             shares.append(_Share(request, request.tokens[request.read : request.read + 1 + extra]))
         return shares
 
+    def _feature_taps(self, request: Request) -> tuple[int, ...]:
+        """Hidden states that a drafter reads of the request's tokens; () where none does."""
+        if self.reader is None or not request.speculate or self.reader.name in request.without:
+            return ()
+        return self.reader.taps
+
+    def _absorb(self, requests: Sequence[Request]) -> None:
+        """Has long runs of features read now, so that they neither pile up nor delay the next draft for long."""
+        full = [r for r in requests if self._feature_taps(r) and len(r.state.features) >= _FEATURES_HELD]
+        if self.reader is None or not full:
+            return
+        try:
+            self.reader.absorb([request.state for request in full])
+        except Exception as error:  # whatever a drafter does, it must not cost the answer
+            leave_out(self.reader.name, full, error)
+
     def _propose(self, shares: Sequence[_Share]) -> None:
         """Fills in the proposals of the shares that decode."""
         willing = [share for share in shares if share.decodes and share.request.speculate]
@@ -253,8 +293,11 @@ class Decoder:
         rows = [*range(read), *(read + i for i in kept)]
         self.target.commit(request.slot, rows)
         request.read += len(rows)
+        at = [first_row + row for row in rows]
         for tap in request.taps:
-            request.tapped.setdefault(tap, []).append(np.array(result.taps[tap][[first_row + row for row in rows]]))
+            request.tapped.setdefault(tap, []).append(np.array(result.taps[tap][at]))
+        if taps := self._feature_taps(request):
+            request.state.features.append(np.concatenate([result.taps[tap][at] for tap in taps], axis=1))
 
     def _emit(self, request: Request, draft: Draft, verdict: Verdict, logits: F32) -> tuple[int, ...]:
         """Emits the verdict's tokens, up to the one that ends the answer; returns the draft tokens that stay read."""

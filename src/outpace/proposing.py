@@ -143,7 +143,7 @@ class Proposer:
             if len(drafts) != len(wanted):
                 raise UsageError(f"it made {len(drafts)} drafts where {len(wanted)} were wanted")
         except Exception as error:
-            _leave_out(name, [request for request, _ in wanted], error)
+            leave_out(name, [request for request, _ in wanted], error)
             return [none] * len(wanted)
         for i, (request, want) in enumerate(wanted):
             try:
@@ -152,12 +152,12 @@ class Proposer:
                     raise UsageError("block verification is defined for chains, and it drafted a tree")
                 drafts[i] = replace(draft, source=name)
             except Exception as error:
-                _leave_out(name, [request], error)
+                leave_out(name, [request], error)
                 drafts[i] = none
         return drafts
 
 
-def _leave_out(name: str, requests: Sequence[Drafting], error: Exception) -> None:
+def leave_out(name: str, requests: Sequence[Drafting], error: Exception) -> None:
     """These requests go on without the drafter."""
     for request in requests:
         request.without.add(name)

@@ -10,7 +10,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from .bench import kernels
+from .bench import kernels, start
+from .bench_head import head
 from .chat import chat
 from .command import command, say
 from .generate import generate
@@ -19,6 +20,7 @@ from .inspect import inspect
 from .manage import info, models, pull, rm
 from .quantize import quantize
 from .quick import PlainValues, leave
+from .train import train
 
 
 class PlainFlags:
@@ -57,8 +59,8 @@ class Commands(PlainFlags, TyperGroup):
             sys.exit(2)
 
 
-COMMANDS = {f.__name__: f for f in (generate, chat, pull, models, rm, info, inspect, quantize, index)}
-BENCH = {function.__name__: function for function in (kernels,)}  # outpace bench NAME
+COMMANDS = {f.__name__: f for f in (generate, chat, pull, models, rm, info, inspect, quantize, index, train)}
+BENCH = {function.__name__: function for function in (kernels, start, head)}  # outpace bench NAME
 NAMES = (*COMMANDS, "bench")
 
 

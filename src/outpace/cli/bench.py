@@ -1,4 +1,5 @@
-"""`outpace bench kernels`: what a pass costs on this machine, beside what the machine could do at best."""
+"""`outpace bench kernels`: what a pass costs on this machine, beside what the machine could do at best; `outpace bench
+start`: how long a start takes."""
 
 from __future__ import annotations
 
@@ -74,6 +75,42 @@ def kernels(
         show(json.dumps(found) + "\n")
     else:
         print_report(found)
+
+
+def start(
+    model: Annotated[
+        str | None, typer.Argument(help="A name, a folder or a .gguf file.", show_default=DEFAULT_MODEL)
+    ] = None,
+    *,
+    runs: Annotated[int, typer.Option(help="Processes of each kind.")] = 15,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
+) -> None:
+    """Measures how long a process takes to its first token, with and without the weights' disk cache."""
+    from .. import hub
+    from ..bench.start import measure_start
+    from ..types import UsageError
+
+    if not 1 <= runs <= 1000:
+        raise UsageError(f"--runs must be in 1 .. 1000, got {runs}")
+    label = model or DEFAULT_MODEL
+    quiet = as_json or not sys.stderr.isatty()
+    hub.resolve(label, progress=not quiet)  # a download is no start
+    found = {"model": label, **measure_start(label, runs=runs, progress=lambda text: None if quiet else note(text))}
+    if as_json:
+        show(json.dumps(found) + "\n")
+        return
+    from rich.console import Console
+
+    names = {"first_token_s": "first token", "whole_s": "whole process", "processor_s": "processor time"}
+    table(
+        f"starts of {label}, ms: median (least) of {runs}",
+        ["", *names.values()],
+        [
+            [mode, *(f"{1e3 * figures[name]['median']:.0f} ({1e3 * figures[name]['least']:.0f})" for name in names)]
+            for mode, figures in found["modes"].items()
+        ],
+        Console(highlight=False),
+    )
 
 
 def open_target(

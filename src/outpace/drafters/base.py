@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -100,6 +100,7 @@ class Drafter(Protocol):
         """Releases what the drafter holds."""
 
 
+@runtime_checkable
 class FeatureDrafter(Drafter, Protocol):
     """A drafter that reads the target's hidden states; a decoder has one at most.
 

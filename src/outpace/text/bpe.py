@@ -1,17 +1,14 @@
-"""Byte-level BPE of short texts in plain Python: what the first prompt needs, at once.
+"""Byte-level BPE of short texts by the native core: what the first prompts need, at once.
 
-The library's own encoder first takes all merges over, which is a tenth of a start (45 ms for 49,000 of them). A prompt
-of a few hundred characters is encoded here in less than one, with the library's own normalizer and pre-tokenizer, to
-the same ids; tests compare the two. Neighbours: vocabulary.py holds the lists, tokenizer.py asks here first.
-Source: Sennrich, Haddow and Birch 2016 (arXiv 1508.07909): of all neighbours the pair with the earliest merge is joined
-first, the leftmost where there are several.
+The library's own encoder first takes all merges over, which is a tenth of a start (45 ms for 49,000 of them). Here its
+normalizer and pre-tokenizer cut a text into words and the core (csrc/vocabulary.h) encodes them, to the same ids; tests
+compare the two. Neighbours: vocabulary.py holds the lists, tokenizer.py asks here first.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from itertools import pairwise
 
 from outpace.text.vocabulary import Vocabulary
 
@@ -25,7 +22,6 @@ class ShortTexts:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._names = {vocabulary.tokens[i]: i for i in vocabulary.added}
-        self._rank = dict(zip(vocabulary.merges, range(len(vocabulary.merges)), strict=True))
         self._left = BUDGET
 
     def encode(self, text: str, *, special: bool) -> list[int] | None:
@@ -43,7 +39,7 @@ class ShortTexts:
             for word, _ in self._vocabulary.splitter.pre_tokenize_str(normal):
                 if len(word) > LONGEST_WORD:
                     return None
-                ids += self._word(word)
+                ids += self._vocabulary.bpe.encode(word, self._vocabulary.ignore_merges)
         return ids
 
     def _parts(self, text: str, special: bool) -> Iterator[str | int]:
@@ -60,17 +56,3 @@ class ShortTexts:
             done = found.end()
         if done < len(text):
             yield text[done:]
-
-    def _word(self, word: str) -> list[int]:
-        ids = self._vocabulary.ids
-        if self._vocabulary.ignore_merges and word in ids:
-            return [ids[word]]
-        parts = [character for character in word if character in ids]
-        while len(parts) > 1:
-            ranks = [self._rank.get(f"{a} {b}", len(self._rank)) for a, b in pairwise(parts)]
-            first = min(ranks)
-            if first == len(self._rank):
-                break
-            at = ranks.index(first)
-            parts[at : at + 2] = [parts[at] + parts[at + 1]]
-        return [ids[part] for part in parts]

@@ -16,9 +16,11 @@ import json
 import re
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tokenizers
 
 from outpace.json_file import read_json
@@ -51,7 +53,7 @@ class Tokenizer:
         self._built: tokenizers.Tokenizer | None = None
         self._plain: tokenizers.Tokenizer | None = None
         self._lock = threading.RLock()
-        self._types: Sequence[int] = ()
+        self._types = np.zeros(0, np.int64)
         self._strings: Sequence[str | None]
         if isinstance(tokenizer, Vocabulary):
             self._vocabulary, self._short = tokenizer, ShortTexts(tokenizer)
@@ -246,7 +248,7 @@ class Tokenizer:
     def is_padding(self, token: int) -> bool:
         """Whether an id only fills the vocabulary up: no token, an unused one, or one named [PADn]."""
         name = self.token_text(token)
-        unused = 0 <= token < len(self._types) and self._types[token] == UNUSED
+        unused = 0 <= token < len(self._types) and bool(self._types[token] == UNUSED)
         return name is None or unused or bool(PADDING_NAME.fullmatch(name))
 
     @property
@@ -260,7 +262,7 @@ class Tokenizer:
     def fingerprint(self) -> str:
         """A hash of the id -> string map, padding at its end left out: equal for equal vocabularies."""
         digest = hashlib.sha256()
-        for token in self._strings[: self.known_tokens]:
+        for token in islice(self._strings, self.known_tokens):
             data = (token or "").encode()
             digest.update(len(data).to_bytes(4, "little") + data)
         return digest.hexdigest()

@@ -8,18 +8,19 @@ the pre-tokenizers the split patterns in the tokenizer.json of each model family
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from outpace.types import ModelError
+from outpace._native import Bpe, Texts
+from outpace.types import I64, ModelError
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # values of tokenizer.ggml.token_type
 MAX_TOKENS = 1 << 21  # ten times the largest vocabulary in use
-MAX_TOKEN_CHARS = 1 << 16
+MAX_TOKEN_BYTES = 1 << 18
 
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -42,15 +43,15 @@ def byte_characters() -> dict[str, int]:
 class Vocabulary:
     """A byte-level BPE vocabulary, checked.
 
-    tokens: by id. types: NORMAL and so on, by id. ids: token -> id. merges: "a b", the earliest first. normalizer (or
-    None), splitter, ignore_merges: as `splitters`. control: ids of control tokens. added: ids of tokens that are
-    recognised as a whole wherever they are written, control tokens and the user's own.
+    tokens: by id. types: NORMAL and so on, int64 by id. merges: "a b", the earliest first. bpe: encodes words by them.
+    normalizer (or None), splitter, ignore_merges: as `splitters`. control: ids of control tokens. added: ids of tokens
+    that are recognised as a whole wherever they are written, control tokens and the user's own.
     """
 
-    tokens: list[str]
-    types: list[int]
-    ids: dict[str, int]
-    merges: list[str]
+    tokens: Texts
+    types: I64
+    merges: Texts
+    bpe: Bpe
     normalizer: Any
     splitter: Any
     ignore_merges: bool
@@ -60,15 +61,16 @@ class Vocabulary:
     def build(self) -> Tokenizer:
         """The library's tokenizer of this vocabulary."""
         parts = " ".join(self.merges).split(" ")
-        pairs = list(zip(parts[::2], parts[1::2], strict=True)) if self.merges else []
-        tokenizer = Tokenizer(models.BPE(vocab=self.ids, merges=pairs, ignore_merges=self.ignore_merges))
+        pairs = list(zip(parts[::2], parts[1::2], strict=True)) if len(self.merges) else []
+        ids = {token: i for i, token in enumerate(self.tokens)}
+        tokenizer = Tokenizer(models.BPE(vocab=ids, merges=pairs, ignore_merges=self.ignore_merges))
         if self.normalizer is not None:
             tokenizer.normalizer = self.normalizer
         tokenizer.pre_tokenizer = self.splitter
         tokenizer.decoder = decoders.ByteLevel()
         # One call a run keeps the ids' order; an added token that is already in the vocabulary keeps its id.
-        for special, ids in ((True, self.control), (False, self.added - self.control)):
-            tokenizer.add_tokens([AddedToken(self.tokens[i], special=special, normalized=False) for i in sorted(ids)])
+        for special, some in ((True, self.control), (False, self.added - self.control)):
+            tokenizer.add_tokens([AddedToken(self.tokens[i], special=special, normalized=False) for i in sorted(some)])
         return tokenizer
 
 
@@ -83,21 +85,18 @@ def read_vocabulary(metadata: Mapping[str, Any]) -> Vocabulary:
     kind = metadata.get("tokenizer.ggml.model")
     if kind != "gpt2":
         raise ModelError(f"tokenizer.ggml.model is {kind!r}; only byte-level BPE ('gpt2') is supported")
-    tokens = _strings(metadata, "tokenizer.ggml.tokens", MAX_TOKENS)
-    merges = _strings(metadata, "tokenizer.ggml.merges", 4 * MAX_TOKENS)
+    tokens = _texts(metadata, "tokenizer.ggml.tokens", MAX_TOKENS)
+    merges = _texts(metadata, "tokenizer.ggml.merges", 4 * MAX_TOKENS)
     types = _types(metadata, len(tokens))
-    ids = dict(zip(tokens, range(len(tokens)), strict=True))
-    if len(ids) != len(tokens):
-        twice = next(i for i, token in enumerate(tokens) if ids[token] != i)
-        raise ModelError(f"tokenizer.ggml.tokens: {tokens[twice]!r} is both token {twice} and {ids[tokens[twice]]}")
-    if "" in ids:
-        raise ModelError(f"tokenizer.ggml.tokens: token {ids['']} is empty")
     normalizer, splitter, ignore_merges = splitters(metadata.get("tokenizer.ggml.pre"))
-    _check_merges(tokens, ids, merges)
-    unusual = [(i, kind) for i, kind in enumerate(types) if kind != NORMAL]
-    control = frozenset(i for i, kind in unusual if kind in (CONTROL, UNKNOWN))
-    added = control.union(i for i, kind in unusual if kind == USER_DEFINED)
-    return Vocabulary(tokens, types, ids, merges, normalizer, splitter, ignore_merges, control, added)
+    try:
+        bpe = Bpe(tokens, merges)
+    except ValueError as error:
+        _check_merges(_check_tokens(tokens), merges)
+        raise ModelError(f"tokenizer.ggml.tokens and merges do not fit: {error}") from None
+    control = frozenset(np.flatnonzero((types == CONTROL) | (types == UNKNOWN)).tolist())
+    added = control.union(np.flatnonzero(types == USER_DEFINED).tolist())
+    return Vocabulary(tokens, types, merges, bpe, normalizer, splitter, ignore_merges, control, added)
 
 
 def splitters(pre: object) -> tuple[Any, Any, bool]:
@@ -123,7 +122,7 @@ def splitters(pre: object) -> tuple[Any, Any, bool]:
     raise ModelError(f"tokenizer.ggml.pre is {pre!r}; supported: {', '.join(PRE_TOKENIZERS)}")
 
 
-def _strings(metadata: Mapping[str, Any], key: str, most: int) -> list[str]:
+def _texts(metadata: Mapping[str, Any], key: str, most: int) -> Texts:
     values: Any = metadata.get(key)
     values = values.tolist() if hasattr(values, "tolist") else values
     if isinstance(values, (str, bytes)) or not isinstance(values, Sequence):
@@ -131,14 +130,15 @@ def _strings(metadata: Mapping[str, Any], key: str, most: int) -> list[str]:
     if len(values) > most:
         raise ModelError(f"{key} has {len(values)} entries, more than {most}")
     try:
-        fine = _is_unicode("".join(values)) and max(map(len, values), default=0) <= MAX_TOKEN_CHARS
-    except TypeError:  # not all of them are strings
-        fine = False
-    if not fine:
+        texts = values if isinstance(values, Texts) else Texts(values)
+    except (TypeError, UnicodeEncodeError):  # not all of them are strings, or some have lone surrogates
+        texts = None
+    if texts is None or texts.longest > MAX_TOKEN_BYTES:
         for i, value in enumerate(values):
-            if not isinstance(value, str) or len(value) > MAX_TOKEN_CHARS or not _is_unicode(value):
-                raise ModelError(f"{key}: entry {i} is not a string of at most {MAX_TOKEN_CHARS} characters")
-    return list(values)
+            if not isinstance(value, str) or not _is_unicode(value) or len(value.encode()) > MAX_TOKEN_BYTES:
+                raise ModelError(f"{key}: entry {i} is not a string of at most {MAX_TOKEN_BYTES} bytes")
+        raise ModelError(f"{key} is not a list of strings")
+    return texts
 
 
 def _is_unicode(text: str) -> bool:
@@ -150,41 +150,38 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def _types(metadata: Mapping[str, Any], count: int) -> list[int]:
+def _types(metadata: Mapping[str, Any], count: int) -> I64:
     key = "tokenizer.ggml.token_type"
     values: Any = metadata.get(key)
     if values is None:
-        return [NORMAL] * count
-    values = values.tolist() if hasattr(values, "tolist") else values
-    if not isinstance(values, Sequence) or isinstance(values, (str, bytes)) or len(values) != count:
+        return np.full(count, NORMAL, np.int64)
+    if isinstance(values, (str, bytes)) or not isinstance(values, (Sequence, np.ndarray)) or len(values) != count:
         raise ModelError(f"{key} must hold one number for each of the {count} tokens")
-    kinds = set(map(type, values))
-    if kinds <= {int} and set(values) <= set(range(NORMAL, BYTE + 1)):
-        return list(values)
-    for i, value in enumerate(values):
-        if not isinstance(value, int) or not NORMAL <= value <= BYTE:
-            raise ModelError(f"{key}: token {i} has type {value!r}, not one of 1 to 6")
-    return list(values)
+    if not isinstance(values, np.ndarray) or values.dtype.kind not in "iu" or values.ndim != 1:
+        for i, value in enumerate(values):
+            if not isinstance(value, int) or not NORMAL <= value <= BYTE:
+                raise ModelError(f"{key}: token {i} has type {value!r}, not one of 1 to 6")
+    types = np.array(values, dtype=np.int64)
+    if wrong := np.flatnonzero((types < NORMAL) | (types > BYTE)).tolist():
+        raise ModelError(f"{key}: token {wrong[0]} has type {types[wrong[0]]}, not one of 1 to 6")
+    return types
 
 
-def _check_merges(tokens: Sequence[str], ids: Mapping[str, int], merges: Sequence[str]) -> None:
+def _check_tokens(tokens: Sequence[str]) -> dict[str, int]:
+    """Token -> id. No token may be empty, none may be there twice."""
+    ids: dict[str, int] = {}
+    for i, token in enumerate(tokens):
+        if not token:
+            raise ModelError(f"tokenizer.ggml.tokens: token {i} is empty")
+        if ids.setdefault(token, i) != i:
+            raise ModelError(f"tokenizer.ggml.tokens: {token!r} is both token {ids[token]} and {i}")
+    return ids
+
+
+def _check_merges(ids: Mapping[str, int], merges: Sequence[str]) -> None:
     """Every merge must be two tokens whose union is one."""
-    if not merges:
-        return
-    lines = "\n".join(merges)
-    unions = lines.replace(" ", "")
-    # A trained vocabulary holds the unions in the order of the merges: then one comparison tells.
-    first = ids.get(merges[0].replace(" ", ""), 0)
-    fine = (
-        lines.count(" ") == len(merges)
-        and lines.count("\n") == len(merges) - 1
-        and not re.search(" [^\n]* ", lines)  # so there is one in each
-        and ids.keys() >= set(lines.replace("\n", " ").split(" "))
-        and (unions == "\n".join(tokens[first : first + len(merges)]) or ids.keys() >= set(unions.split("\n")))
-    )
-    if not fine:
-        for i, merge in enumerate(merges):
-            _check_merge(ids, i, merge)
+    for i, merge in enumerate(merges):
+        _check_merge(ids, i, merge)
 
 
 def _check_merge(ids: Mapping[str, int], index: int, merge: str) -> None:

@@ -90,8 +90,8 @@ TYPE_IDS = {name: number for number, name in TENSOR_TYPES.items() if name in KIN
 class GGUFFile:
     """An open file. tensors: views of the mapped file, shapes in PyTorch order. version: 2 or 3.
 
-    metadata: key -> bool, int, float or str; an array of strings is a list[str], one of numbers a numpy array of the
-    file's dtype, one of arrays a list.
+    metadata: key -> bool, int, float or str; an array of strings is a sequence of str, one of numbers a numpy array of
+    the file's dtype, one of arrays a list.
     """
 
     path: Path
@@ -152,7 +152,7 @@ class _Cursor:
         except UnicodeDecodeError:
             raise ModelError(f"{self.field}: text at byte {start} is not valid UTF-8") from None
 
-    def strings(self, count: int) -> list[str]:
+    def strings(self, count: int) -> _native.Texts:
         """`count` strings, read in C++: vocabularies have hundreds of thousands."""
         try:
             values, self.at = _native.strings(self.data, self.at, count)
