@@ -305,6 +305,17 @@ def test_steady_requests_draft_a_fixed_length_from_the_main_source_in_any_compan
     assert lengths(ask(steady, 9), ask(free, 9)) == [2, 2]
 
 
+def test_no_draft_goes_on_beyond_what_its_request_can_use() -> None:
+    controller = Controller()
+    for rows in range(1, 40):
+        controller.costs.add_pass(rows, 1.0 + 0.01 * rows)
+    for requests in (1, 1, 1, 2):
+        controller.costs.add_draft("a", 2, 0.02, requests=requests)
+    short, long = controller.choose([Ask(Evidence(), n, [offer([0.9] * n)]) for n in (2, 15)])
+    assert (short.length, short.stretch) == (2, 2)
+    assert 2 < long.length <= long.stretch <= 15
+
+
 def test_drafts_that_are_made_get_the_rows_they_are_worth() -> None:
     controller = Controller()
     for rows in range(1, 20):
