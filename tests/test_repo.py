@@ -30,6 +30,7 @@ LAYERS = (
     ("engine", "self_draft"),
     ("opening",),
     ("api", "speculator"),
+    ("calibrate",),
     ("bench",),
     ("train",),
     ("cli",),

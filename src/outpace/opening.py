@@ -218,13 +218,22 @@ def _shape(o: Options, loaded: LoadedModel, target: Backend) -> dict[int, float]
     return kept_shape(target, kept, f"{o.precision}, {o.kv_cache} cache, {how}, of {when}")
 
 
-def open_head(path: Path, loaded: LoadedModel, target: Backend, draft: str = "auto") -> Drafter:
+def open_head(
+    path: Path,
+    loaded: LoadedModel,
+    target: Backend,
+    draft: str = "auto",
+    conventions: Mapping[str, Any] | None = None,
+) -> Drafter:
     """The drafter with the learned head at `path`, which runs beside its target. draft: the algorithm that it must be
-    of, or "auto". Raises UsageError for another one, ModelError for a head that does not fit the model."""
+    of, or "auto". conventions: how to read its file (heads/loading.py); by default as it was calibrated, if it was.
+    Raises UsageError for another algorithm, ModelError for a head that does not fit the model."""
     from .backends.running_head import run_head
     from .heads.loading import borrowed, load_head
 
-    head = load_head(path, loaded.config)
+    if conventions is None:
+        conventions = kept_conventions(path, loaded.path)
+    head = load_head(path, loaded.config, conventions=conventions)
     kind = head.config.algorithm
     if draft not in ("auto", kind):
         raise UsageError(f"{path} is a head of kind {kind}, not {draft}: use draft={kind!r}")
@@ -235,6 +244,28 @@ def open_head(path: Path, loaded: LoadedModel, target: Backend, draft: str = "au
 
     running = run_head(target, head.config, own, borrow, head.d2t)
     return BlockDrafter(running) if kind == "dflash" else HeadDrafter(running)
+
+
+def kept_conventions(head: Path, model: Path) -> dict[str, Any]:
+    """How `outpace inspect --calibrate` found this head to be read best with this model; {} where it did not, or the
+    files are others now."""
+    try:
+        kept = read_json(conventions_file(head), missing={})
+    except ModelError:
+        return {}
+    found = kept.get("conventions")
+    return found if isinstance(found, dict) and kept.get("key") == conventions_key(head, model) else {}
+
+
+def conventions_file(head: Path) -> Path:
+    """Where they are kept."""
+    return hub.relaid(head) / "conventions.json"
+
+
+def conventions_key(head: Path, model: Path) -> str:
+    """What the files are known by: names, sizes and times."""
+    files = [file for path in (head, model) for file in (sorted(path.iterdir()) if path.is_dir() else [path])]
+    return " ".join(f"{f.name} {f.stat().st_size} {f.stat().st_mtime_ns}" for f in files if f.is_file())
 
 
 def load_tokenizer(loaded: LoadedModel) -> Tokenizer:
