@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from .backends.base import Backend, Rows
+from .json_file import write_json
 from .types import CapacityError
 
 _ROW_PRIOR = 0.08  # T(rows) / T(1) - 1 per further row where nothing is known
@@ -247,9 +247,6 @@ def kept_shape(target: Backend, file: Path | None, key: str) -> dict[int, float]
             return shape
     shape = measure_shape(target)
     if file is not None and shape:
-        part = file.with_name(f".{file.name}.{os.getpid()}.part")
         with contextlib.suppress(OSError):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            part.write_text(json.dumps({**kept, key: shape}) + "\n", encoding="utf-8")
-            os.replace(part, file)
+            write_json(file, {**kept, key: shape})
     return shape
