@@ -238,7 +238,7 @@ def test_texts_together_have_the_drafts_they_have_alone() -> None:
 
 
 def test_a_draft_of_fixed_length_is_a_chain_drawn_as_the_rule_wants_it() -> None:
-    for rule, temperature in (("match", 0.0), ("match", 1.0), ("rejection", 1.0), ("block", 1.0)):
+    for rule, temperature in (("match", 0.0), ("match", 1.0), ("rejection", 0.0), ("block", 1.0)):
         drafter = HeadDrafter(TableHead(table))
         state = text(drafter, (1, 2, 3), temperature=temperature, rule=rule)
         (draft,) = drafter.propose([Want(state, 3)])
@@ -254,6 +254,42 @@ def test_a_draft_of_fixed_length_is_a_chain_drawn_as_the_rule_wants_it() -> None
             if q is not None and (got := draft.q[i]) is not None:
                 assert np.array_equal(got.probs, q.probs)
         assert draft.tokens == tuple(tokens)
+
+
+def test_under_the_rejection_rule_a_second_token_stands_beside_the_first() -> None:
+    drafter = HeadDrafter(TableHead(table))
+    state = text(drafter, (1, 2, 3), temperature=1.0, rule="rejection")
+    (draft,) = drafter.propose([Want(state, 4)])
+    assert (draft.parents, draft.confidence, len(set(draft.tokens[:2]))) == ((-1, -1, 0, 2), None, 2)
+    assert draft.q is not None
+    first, second, third, fourth = draft.q
+    assert first is not None
+    assert second is not None
+    rest = first.dense(V)
+    assert draft.tokens[0] == state.sampler.draft(table([2, 3]))[0]
+    rest[draft.tokens[0]] = 0.0
+    np.testing.assert_allclose(second.dense(V), rest / rest.sum())
+    for q, path in ((third, draft.path(0)), (fourth, draft.path(2))):
+        p = np.exp(table([2, 3, *path]).astype(np.float64))
+        assert q is not None
+        np.testing.assert_allclose(q.dense(V), p / p.sum())
+    (short,) = drafter.propose([Want(state, 2)])
+    assert (short.parents, short.tokens[0]) == (None, draft.tokens[0])
+    only = text(drafter, (1, 2, 3), temperature=1.0, rule="rejection", top_k=1)
+    assert drafter.propose([Want(only, 4)])[0].parents is None
+
+
+def test_siblings_are_drawn_without_replacement() -> None:
+    p = np.array([0.5, 0.3, 0.15, 0.05])
+    counts = np.zeros((4, 4))
+    for seed in range(6000):
+        sampler = Sampler(SampleOpts(temperature=1.0, seed=seed, rule="rejection"), 4)
+        (a, _), (b, _) = sampler.siblings(np.log(p).astype(np.float32), 2)
+        counts[a, b] += 1
+    want = 6000 * p[:, None] * p[None, :] / (1 - p[:, None])
+    assert not counts.diagonal().any()
+    off = ~np.eye(4, dtype=bool)
+    assert ((counts - want)[off] ** 2 / want[off]).sum() < 35  # chi-square of 11 degrees: 35 is 1 in 4000
 
 
 def test_the_text_goes_on_where_it_was_read() -> None:
@@ -386,6 +422,9 @@ def test_joint_law_with_a_heads_drafts_is_the_targets(
     monkeypatch.setattr(test_verify, "choose_draft", choose_draft)
     test_verify.assert_equal_laws(test_verify.joint_law(opts, 3, 2, kind), test_verify.expected_law(opts, 3))
     assert lengths == ({1, 2} if (kind, parameters) == ("small", "dead end") else {2})
+    if rule == "rejection" and kind != "block":  # with a second token beside the first
+        test_verify.assert_equal_laws(test_verify.joint_law(opts, 2, 3, kind), test_verify.expected_law(opts, 2))
+        assert 3 in lengths
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])

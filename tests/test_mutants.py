@@ -205,6 +205,9 @@ MUTANTS: dict[str, Mutant] = {
     "candidates are the most probable tokens, whatever the noise": Mutant(
         "sampling", "pace = pace / exponentials(self.noise.key(Stream.TOKEN, place), tokens)", "pass",
         test_sampling.test_sampled_candidates_are_those_that_the_race_ends_with),
+    "siblings drawn with replacement": Mutant(
+        "sampling", "left = row.tokens != token", "left = row.tokens >= 0",
+        test_head_drafters.test_siblings_are_drawn_without_replacement),
     "a token's chance is not that of its whole path": Mutant(
         "drafters.tree", "before * chance", "chance", test_head_drafters.test_the_best_tree_of_all_there_are),
     "a branch forgets the tokens before it": Mutant(
