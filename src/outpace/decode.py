@@ -164,8 +164,8 @@ class Decoder:
         readers = [drafter for drafter in self.drafters if isinstance(drafter, FeatureDrafter)]
         if len(readers) > 1:
             raise UsageError(f"one drafter can read hidden states, got {', '.join(each.name for each in readers)}")
-        self.reader = readers[0] if readers else None
         self.controller = controller or Controller()
+        self.reader = readers[0] if readers and self.controller.fixed != 0 else None  # 0: it will never be asked
         self.total = Stats()
         self._proposer = Proposer(self.drafters, self.controller, target.config.vocab_size)
         # Each request has its row and room for a short draft, however much of a prompt another one brings: rules that

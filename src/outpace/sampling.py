@@ -359,6 +359,21 @@ class Sampler:
             return int(row.tokens[0]), None
         return self.noise.draw(row, Stream.DRAFT, self.position, self.position + len(ahead)), row
 
+    def siblings(self, logits: F32, n: int, ahead: Sequence[int] = ()) -> list[tuple[int, Distribution | None]]:
+        """At most n tokens for one place, for a draft of fixed length, each with its q as `draft`. One, but under the
+        rejection rule: there they are drawn without replacement, each from what the ones before it left."""
+        row = self.row(logits, ahead) if n > 1 and self.opts.rule == "rejection" else None
+        if row is None or row.one_hot:
+            return [self.draft(logits, ahead)]
+        found: list[tuple[int, Distribution | None]] = []
+        for _ in range(min(n, len(row.tokens))):
+            # The same race without its winner: the order of a race's runners is a draw without replacement.
+            token = self.noise.draw(row, Stream.DRAFT, self.position, self.position + len(ahead))
+            found.append((token, row))
+            left = row.tokens != token
+            row = Distribution(row.tokens[left], row.probs[left] / row.probs[left].sum(), sound=True)
+        return found
+
     def candidates(self, logits: F32, n: int, ahead: Sequence[int] = ()) -> list[tuple[int, float]]:
         """For a drafter: at most n tokens that the target may choose, `token` of these logits first, and how likely
         each is (0 .. 1) to be the one. Raises as `token`.

@@ -4,7 +4,7 @@ Neighbour: head.py, which computes the logits after all tokens of a level in one
 2406.16858), whose trees follow the confidences of the head; here what became of tokens of such confidence turns it into
 a chance (Want.chances), branches end where their next token is not worth the row that verifies it, and the tree where
 the next level does not promise to be worth its pass. A draft of fixed length is a chain, drawn as the request's rule
-wants it.
+wants it; under the rejection rule, where it has room, with a second token beside the first one.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ class Tree:
         # What follows a node is no likelier than the node: only from the best of all can one of the best follow.
         best = self._best(self.room - 1)
         level = [node for node in best if node >= newest and self._reach[node] >= self._want.worth]
-        self.frontier = level if self._promise(level) > self._want.step else []
+        if self._want.worth <= 0.0:
+            self.frontier = level[:1]
+        else:
+            self.frontier = level if self._promise(level) > self._want.step else []
 
     def _promise(self, level: Sequence[int]) -> float:
         """How many tokens more than their rows are worth may follow these nodes: as what followed the text, by then."""
@@ -58,9 +61,9 @@ class Tree:
                 found = sampler.candidates(logits, min(self.room, _BRANCHES), path)
                 self._q.extend([None] * len(found))
             else:
-                token, q = sampler.draft(logits, path)
-                found = [(token, 1.0)]
-                self._q.append(q)
+                drawn = sampler.siblings(logits, 2 if node == ROOT and self.room > 2 else 1, path)
+                found = [(token, 1.0) for token, _ in drawn]
+                self._q.extend(q for _, q in drawn)
         except NumericalError:  # the request's masks leave nothing of what this source can say: the branch ends
             return
         sure = [confidence for _, confidence in found]
