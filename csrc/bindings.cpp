@@ -13,6 +13,7 @@
 #include <memory>
 #include <optional>
 
+#include "head.h"
 #include "measure.h"
 #include "model.h"
 #include "sampler.h"
@@ -236,8 +237,8 @@ Matrix matrix_like(const std::vector<int>& form) {
 }
 
 // All weights as (name, form, bytes); the bytes are views that keep the model alive.
-nb::list packed(nb::handle_t<Model> self) {
-    const Model& model = nb::cast<const Model&>(self);
+nb::list packed(nb::handle_t<Stack> self) {
+    const Stack& model = nb::cast<const Stack&>(self);
     nb::list found;
     const auto add = [&](const std::string& name, const std::vector<int>& form, const void* data, size_t bytes) {
         nb::ndarray<nb::numpy, const uint8_t> view(data, {bytes}, self);
@@ -248,25 +249,26 @@ nb::list packed(nb::handle_t<Model> self) {
     return found;
 }
 
-void forward(Model& model, const std::vector<int>& slots, const std::vector<int>& counts,
-             const Array<const int64_t, 1>& tokens, const Array<const int64_t, 1>& parents,
-             const Array<const int64_t, 1>& wanted, Array<float, 2> logits, const std::vector<int>& taps,
-             Array<float, 3> tapped) {
-    const Config& config = model.config();
-    const size_t rows = tokens.shape(0), vocab = config.vocab_size, hidden = config.hidden_size;
+int narrow(int64_t value) {  // out of range stays out of range
+    return static_cast<int>(value < -2 ? -2 : value > (1 << 30) ? (1 << 30) : value);
+}
+
+using Indices = Array<const int64_t, 1>;
+
+std::vector<int> narrowed(const Indices& values) {
+    std::vector<int> found;
+    for (size_t i = 0; i < values.shape(0); ++i) found.push_back(narrow(values.data()[i]));
+    return found;
+}
+
+// The shares of a pass: counts[s] rows of slots[s].
+template <class Kind> std::vector<Kind> shares_of(const std::vector<int>& slots, const std::vector<int>& counts,
+                                                  const Indices& tokens, const Indices& parents) {
+    const size_t rows = tokens.shape(0);
     if (parents.shape(0) != rows || slots.size() != counts.size()) {
         throw std::invalid_argument("tokens and parents, slots and counts must go together");
     }
-    if (logits.shape(0) != wanted.shape(0) || logits.shape(1) != vocab) {
-        throw std::invalid_argument("logits must be [wanted rows, vocab_size]");
-    }
-    if (tapped.shape(0) != taps.size() || (!taps.empty() && (tapped.shape(1) != rows || tapped.shape(2) != hidden))) {
-        throw std::invalid_argument("tapped must be [taps, rows, hidden_size]");
-    }
-    const auto narrow = [](int64_t value) {  // out of range stays out of range
-        return static_cast<int>(value < -2 ? -2 : value > (1 << 30) ? (1 << 30) : value);
-    };
-    std::vector<Share> shares(slots.size());
+    std::vector<Kind> shares(slots.size());
     size_t at = 0;
     for (size_t s = 0; s < slots.size(); ++s) {
         if (counts[s] < 0 || static_cast<size_t>(counts[s]) > rows - at) {
@@ -279,10 +281,86 @@ void forward(Model& model, const std::vector<int>& slots, const std::vector<int>
         }
     }
     if (at != rows) throw std::invalid_argument("counts do not add up to the rows");
-    std::vector<int> rows_wanted;
-    for (size_t i = 0; i < wanted.shape(0); ++i) rows_wanted.push_back(narrow(wanted.data()[i]));
+    return shares;
+}
+
+template <class T> void check_shape(const char* name, const Array<T, 2>& a, size_t rows, size_t columns) {
+    if (a.shape(0) == rows && a.shape(1) == columns) return;
+    throw std::invalid_argument(std::string(name) + " must be [" + std::to_string(rows) + ", " + std::to_string(columns) +
+                                "], got [" + std::to_string(a.shape(0)) + ", " + std::to_string(a.shape(1)) + "]");
+}
+
+void forward(Model& model, const std::vector<int>& slots, const std::vector<int>& counts, const Indices& tokens,
+             const Indices& parents, const Indices& wanted, Array<float, 2> logits, const std::vector<int>& taps,
+             Array<float, 3> tapped) {
+    const Config& config = model.config();
+    const size_t rows = tokens.shape(0), vocab = config.vocab_size, hidden = config.hidden_size;
+    check_shape("logits", logits, wanted.shape(0), vocab);
+    if (tapped.shape(0) != taps.size() || (!taps.empty() && (tapped.shape(1) != rows || tapped.shape(2) != hidden))) {
+        throw std::invalid_argument("tapped must be [taps, rows, hidden_size]");
+    }
+    const auto shares = shares_of<Share>(slots, counts, tokens, parents);
+    const std::vector<int> rows_wanted = narrowed(wanted);
     nb::gil_scoped_release release;
     model.forward(shares, rows_wanted, logits.data(), taps, tapped.data());
+}
+
+void head_forward(Head& head, const std::vector<int>& slots, const std::vector<int>& counts, const Indices& tokens,
+                  const Indices& parents, const std::vector<bool>& append, const std::vector<bool>& own,
+                  const Array<const float, 2>& features, const Array<const float, 2>& owned, const Indices& wanted,
+                  Array<float, 2> logits, Array<float, 2> hidden) {
+    auto shares = shares_of<HeadShare>(slots, counts, tokens, parents);
+    if (append.size() != shares.size() || own.size() != shares.size()) {
+        throw std::invalid_argument("append and own need one entry a slot");
+    }
+    size_t fused = 0, kept = 0;
+    for (size_t s = 0; s < shares.size(); ++s) {
+        shares[s].append = append[s];
+        shares[s].own = own[s];
+        (own[s] ? kept : fused) += shares[s].tokens.size();
+    }
+    const size_t width = static_cast<size_t>(head.config().hidden_size);
+    check_shape("features", features, fused, static_cast<size_t>(head.feature_width()));
+    check_shape("owned", owned, kept, width);
+    check_shape("logits", logits, wanted.shape(0), static_cast<size_t>(head.shape().draft_vocab_size));
+    check_shape("hidden", hidden, wanted.shape(0), width);
+    const std::vector<int> rows_wanted = narrowed(wanted);
+    nb::gil_scoped_release release;
+    head.forward(shares, rows_wanted, features.data(), owned.data(), logits.data(), hidden.data());
+}
+
+// What may be missing in a map of settings is what the program says it is: all are given.
+template <class T> T setting(const nb::dict& settings, const char* name) { return nb::cast<T>(settings[name]); }
+
+template <class T> T one_of(const std::string& name, std::initializer_list<std::pair<const char*, T>> known) {
+    for (const auto& [text, value] : known) {
+        if (name == text) return value;
+    }
+    throw std::invalid_argument("no such kind of head: " + name);
+}
+
+HeadShape head_shape(const nb::dict& d) {
+    using S = HeadShape;
+    S shape{};
+    shape.algorithm = one_of<S::Algorithm>(setting<std::string>(d, "algorithm"), {{"mtp", S::Algorithm::mtp},
+        {"eagle3", S::Algorithm::eagle3}, {"dflash", S::Algorithm::dflash}});
+    shape.taps = setting<int>(d, "taps");
+    shape.target_hidden_size = setting<int>(d, "target_hidden_size");
+    shape.draft_vocab_size = setting<int>(d, "draft_vocab_size");
+    shape.norm_output = setting<bool>(d, "norm_output");
+    shape.norm_before_residual = setting<bool>(d, "norm_before_residual");
+    shape.embedding_first = setting<bool>(d, "embedding_first");
+    shape.feature_norm = one_of<S::FeatureNorm>(setting<std::string>(d, "feature_norm"), {{"none", S::FeatureNorm::none},
+        {"whole", S::FeatureNorm::whole}, {"each", S::FeatureNorm::each}});
+    shape.block_size = setting<int>(d, "block_size");
+    shape.mask_token = setting<int>(d, "mask_token");
+    shape.causal_windows = setting<bool>(d, "causal_windows");
+    shape.markov = one_of<S::Markov>(setting<std::string>(d, "markov"), {{"none", S::Markov::none},
+        {"vanilla", S::Markov::vanilla}, {"gated", S::Markov::gated}, {"rnn", S::Markov::rnn}});
+    shape.markov_rank = setting<int>(d, "markov_rank");
+    shape.confidence = setting<bool>(d, "confidence");
+    shape.confidence_reads_markov = setting<bool>(d, "confidence_reads_markov");
+    return shape;
 }
 
 }  // namespace
@@ -319,25 +397,23 @@ NB_MODULE(_native, m) {
     m.def("matmul_f32", &matmul_f32, "x"_a.noconvert(), "weight"_a.noconvert(), "threads"_a = 1);
     m.def("matmul_16", &matmul_16, "x"_a.noconvert(), "kind"_a, "weight"_a.noconvert(), "threads"_a = 1);
 
-    nb::class_<Model>(m, "Model")
+    nb::class_<Config>(m, "Config")
         .def("__init__",
-             [](Model* self, int vocab_size, int hidden_size, int intermediate_size, int layers, int heads, int kv_heads,
+             [](Config* self, int vocab_size, int hidden_size, int intermediate_size, int layers, int heads, int kv_heads,
                 int head_dim, float eps, bool tied, bool qk_norm, int experts, int experts_used, int expert_ffn_size,
                 int shared_ffn_size, float expert_scale, bool norm_topk, std::vector<int> windows, std::vector<int> moe,
-                std::vector<float> frequencies, float rotary_factor, int slots, int positions, int rows, int threads,
-                const std::string& cache) {
-                 new (self) Model(Config{vocab_size, hidden_size, intermediate_size, layers, heads, kv_heads, head_dim, eps,
-                                         tied, qk_norm, experts, experts_used, expert_ffn_size, shared_ffn_size,
-                                         expert_scale, norm_topk, std::move(windows), std::move(moe),
-                                         std::move(frequencies), rotary_factor},
-                                  slots, positions, rows, threads, cache_kind(cache));
+                std::vector<float> frequencies, float rotary_factor) {
+                 new (self) Config{vocab_size, hidden_size, intermediate_size, layers, heads, kv_heads, head_dim, eps,
+                                   tied, qk_norm, experts, experts_used, expert_ffn_size, shared_ffn_size, expert_scale,
+                                   norm_topk, std::move(windows), std::move(moe), std::move(frequencies), rotary_factor};
              },
              nb::kw_only(), "vocab_size"_a, "hidden_size"_a, "intermediate_size"_a, "layers"_a, "heads"_a, "kv_heads"_a,
              "head_dim"_a, "eps"_a, "tied"_a, "qk_norm"_a, "experts"_a, "experts_used"_a, "expert_ffn_size"_a,
              "shared_ffn_size"_a, "expert_scale"_a, "norm_topk"_a, "windows"_a, "moe"_a, "frequencies"_a,
-             "rotary_factor"_a, "slots"_a, "positions"_a, "rows"_a, "threads"_a, "cache"_a)
+             "rotary_factor"_a);
+    nb::class_<Stack>(m, "Stack")
         .def("put_int8",
-             [](Model& self, const std::string& name, const Array<const int8_t, 2>& q, const Array<const float, 2>& scale,
+             [](Stack& self, const std::string& name, const Array<const int8_t, 2>& q, const Array<const float, 2>& scale,
                 const std::optional<Array<const float, 2>>& offset, int in) {
                  const auto shape = check_groups(q, scale, offset, in);
                  nb::gil_scoped_release release;
@@ -345,7 +421,7 @@ NB_MODULE(_native, m) {
              },
              "name"_a, "q"_a.noconvert(), "scale"_a.noconvert(), "offset"_a.noconvert().none(), "inputs"_a)
         .def("put_f32",
-             [](Model& self, const std::string& name, const Array<const float, 2>& w) {
+             [](Stack& self, const std::string& name, const Array<const float, 2>& w) {
                  if (w.shape(0) == 0 || w.shape(1) == 0) throw std::invalid_argument("tensor " + name + " is empty");
                  const int out = size(w.shape(0)), in = size(w.shape(1));
                  nb::gil_scoped_release release;
@@ -353,7 +429,7 @@ NB_MODULE(_native, m) {
              },
              "name"_a, "weight"_a.noconvert())
         .def("put_16",
-             [](Model& self, const std::string& name, const std::string& kind, const Array<const uint16_t, 2>& w) {
+             [](Stack& self, const std::string& name, const std::string& kind, const Array<const uint16_t, 2>& w) {
                  if (w.shape(0) == 0 || w.shape(1) == 0) throw std::invalid_argument("tensor " + name + " is empty");
                  const Matrix::Kind of = kind_of(kind, Matrix::floats);
                  const int out = size(w.shape(0)), in = size(w.shape(1));
@@ -362,7 +438,7 @@ NB_MODULE(_native, m) {
              },
              "name"_a, "kind"_a, "weight"_a.noconvert())
         .def("put_super",
-             [](Model& self, const std::string& name, const std::string& kind, const Array<const int8_t, 2>& q,
+             [](Stack& self, const std::string& name, const std::string& kind, const Array<const int8_t, 2>& q,
                 const Array<const uint16_t, 2>& d, const Array<const int8_t, 2>& scale, const Factors& dmin,
                 const Small& minimum) {
                  const Matrix::Kind of = kind_of(kind, Matrix::super);
@@ -374,41 +450,99 @@ NB_MODULE(_native, m) {
              "name"_a, "kind"_a, "q"_a.noconvert(), "d"_a.noconvert(), "scale"_a.noconvert(),
              "dmin"_a.noconvert().none(), "minimum"_a.noconvert().none())
         .def("put_packed",
-             [](Model& self, const std::string& name, const std::vector<int>& form, const Array<const uint8_t, 1>& data) {
+             [](Stack& self, const std::string& name, const std::vector<int>& form, const Array<const uint8_t, 1>& data) {
                  self.put_packed(name, matrix_like(form), data.data(), data.shape(0));
              },
              nb::keep_alive<1, 4>(), "name"_a, "form"_a, "data"_a.noconvert())
         .def("packed", &packed)
         .def("put_vector",
-             [](Model& self, const std::string& name, const Array<const float, 1>& v) {
+             [](Stack& self, const std::string& name, const Array<const float, 1>& v) {
                  self.put_vector(name, v.data(), size(v.shape(0)));
              },
              "name"_a, "vector"_a.noconvert())
-        .def("ready", &Model::ready)
-        .def("forget", &Model::forget)
-        .def("forward", &forward, "slots"_a, "counts"_a, "tokens"_a.noconvert(), "parents"_a.noconvert(),
-             "wanted"_a.noconvert(), "logits"_a.noconvert(), "taps"_a, "tapped"_a.noconvert())
-        .def("new_slot", &Model::open, Unlocked())
-        .def("free_slot", &Model::close, Unlocked(), "slot"_a)
-        .def("fork_slot", &Model::fork, Unlocked(), "slot"_a)
-        .def("length", &Model::length, Unlocked(), "slot"_a)
-        .def("commit", &Model::commit, Unlocked(), "slot"_a, "rows"_a)
-        .def("truncate", &Model::truncate, Unlocked(), "slot"_a, "length"_a)
-        .def("fill_slot", &Model::fill, Unlocked(), "slot"_a, "length"_a)
+        .def("ready", &Stack::ready)
+        .def("forget", [](Stack& self) { self.forget(); })
+        .def("new_slot", &Stack::open, Unlocked())
+        .def("free_slot", &Stack::close, Unlocked(), "slot"_a)
+        .def("fork_slot", &Stack::fork, Unlocked(), "slot"_a)
+        .def("length", &Stack::length, Unlocked(), "slot"_a)
+        .def("pending", &Stack::pending, Unlocked(), "slot"_a)
+        .def("commit", &Stack::commit, Unlocked(), "slot"_a, "rows"_a)
+        .def("truncate", &Stack::truncate, Unlocked(), "slot"_a, "length"_a)
+        .def("fill_slot", &Stack::fill, Unlocked(), "slot"_a, "length"_a)
         .def("cached",
-             [](Model& self, int slot, int layer) {
+             [](Stack& self, int slot, int layer) {
                  const size_t columns = static_cast<size_t>(self.config().head_dim);
                  std::vector<float> found = self.cached(slot, layer);
                  const size_t rows = found.size() / columns;
                  return owned(std::move(found), rows, columns);
              },
              "slot"_a, "layer"_a)
-        .def_prop_ro("threads", &Model::threads)
-        .def_prop_ro("isa", [](const Model& self) { return std::string(self.kernels().name); })
-        .def_prop_ro("weight_bytes", &Model::weight_bytes)
-        .def_prop_ro("cache_bytes", &Model::cache_bytes)
-        .def_prop_ro("pass_bytes", &Model::pass_bytes)
-        .def("time_stages", &Model::time_stages, Unlocked(), "on"_a);
+        .def_prop_ro("threads", &Stack::threads)
+        .def_prop_ro("isa", [](const Stack& self) { return std::string(self.kernels().name); })
+        .def_prop_ro("weight_bytes", &Stack::weight_bytes)
+        .def_prop_ro("cache_bytes", &Stack::cache_bytes)
+        .def_prop_ro("pass_bytes", &Stack::pass_bytes)
+        .def("time_stages", &Stack::time_stages, Unlocked(), "on"_a);
+    nb::class_<Model, Stack>(m, "Model")
+        .def("__init__",
+             [](Model* self, const Config& config, int slots, int positions, int rows, int threads,
+                const std::string& cache) {
+                 new (self) Model(config, slots, positions, rows, threads, cache_kind(cache));
+             },
+             "config"_a, nb::kw_only(), "slots"_a, "positions"_a, "rows"_a, "threads"_a, "cache"_a)
+        .def("forward", &forward, "slots"_a, "counts"_a, "tokens"_a.noconvert(), "parents"_a.noconvert(),
+             "wanted"_a.noconvert(), "logits"_a.noconvert(), "taps"_a, "tapped"_a.noconvert());
+    nb::class_<Head, Stack>(m, "Head")
+        .def("__init__",
+             [](Head* self, const Model& target, const Config& config, const nb::dict& shape, int slots, int positions,
+                int rows, const std::string& cache) {
+                 new (self) Head(target, config, head_shape(shape), slots, positions, rows, cache_kind(cache));
+             },
+             nb::keep_alive<1, 2>(), "target"_a, "config"_a, "shape"_a, nb::kw_only(), "slots"_a, "positions"_a, "rows"_a,
+             "cache"_a)
+        .def("forward", &head_forward, "slots"_a, "counts"_a, "tokens"_a.noconvert(), "parents"_a.noconvert(), "append"_a,
+             "own"_a, "features"_a.noconvert(), "owned"_a.noconvert(), "wanted"_a.noconvert(), "logits"_a.noconvert(),
+             "hidden"_a.noconvert())
+        .def("read",
+             [](Head& self, int slot, const Array<const float, 2>& features) {
+                 check_shape("features", features, features.shape(0), static_cast<size_t>(self.feature_width()));
+                 const int count = size(features.shape(0));
+                 nb::gil_scoped_release release;
+                 self.read(slot, count, features.data());
+             },
+             "slot"_a, "features"_a.noconvert())
+        .def("block",
+             [](Head& self, const std::vector<int>& slots, const std::vector<int>& anchors, int rows,
+                Array<float, 2> logits, Array<float, 2> hidden) {
+                 within(rows, 1, self.shape().block_size, "rows of a block");
+                 const size_t all = slots.size() * static_cast<size_t>(rows);
+                 check_shape("logits", logits, all, static_cast<size_t>(self.shape().draft_vocab_size));
+                 check_shape("hidden", hidden, all, static_cast<size_t>(self.config().hidden_size));
+                 nb::gil_scoped_release release;
+                 self.block(slots, anchors, rows, logits.data(), hidden.data());
+             },
+             "slots"_a, "anchors"_a, "rows"_a, "logits"_a.noconvert(), "hidden"_a.noconvert())
+        .def("markov",
+             [](Head& self, int before, const Array<const float, 1>& hidden, Array<float, 1> state, Array<float, 1> bias) {
+                 if (hidden.shape(0) != static_cast<size_t>(self.config().hidden_size) ||
+                     state.shape(0) != static_cast<size_t>(self.shape().markov_rank) ||
+                     bias.shape(0) != static_cast<size_t>(self.shape().draft_vocab_size)) {
+                     throw std::invalid_argument("hidden must be [H], state [R] and bias [draft vocabulary]");
+                 }
+                 nb::gil_scoped_release release;
+                 self.markov(before, hidden.data(), state.data(), bias.data());
+             },
+             "before"_a, "hidden"_a.noconvert(), "state"_a.noconvert(), "bias"_a.noconvert())
+        .def("confidence",
+             [](Head& self, int before, const Array<const float, 1>& hidden) {
+                 if (hidden.shape(0) != static_cast<size_t>(self.config().hidden_size)) {
+                     throw std::invalid_argument("hidden must be [H]");
+                 }
+                 nb::gil_scoped_release release;
+                 return self.confidence(before, hidden.data());
+             },
+             "before"_a, "hidden"_a.noconvert());
     nb::class_<Reader>(m, "Reader")
         .def(nb::init<size_t, int>(), Unlocked(), "bytes"_a, "threads"_a)
         .def("read", &Reader::read, Unlocked())

@@ -7,7 +7,7 @@
 #include <stdexcept>
 
 #include "cpu.h"
-#include "model.h"
+#include "kernels.h"
 
 // Compilers that can compile one function for a processor with dot products; the others measure no peak there.
 #if defined(__x86_64__)
@@ -218,29 +218,6 @@ double int8_peak(const char* isa, int threads, double seconds) {
         best = std::max(best, operations * ROUNDS * parts / since(begin));
     } while (since(start) < seconds);
     return best;
-}
-
-size_t Model::pass_bytes() const {
-    const auto bytes = [](const Linear& linear) { return linear.w.block_bytes * static_cast<size_t>(linear.w.blocks); };
-    const auto of = [&](const Mlp& mlp) { return bytes(mlp.gate) + bytes(mlp.up) + bytes(mlp.down); };
-    size_t total = head_.block_bytes * static_cast<size_t>(head_.blocks);
-    for (const Layer& layer : layers_) {
-        total += bytes(layer.q) + bytes(layer.k) + bytes(layer.v) + bytes(layer.o);
-        if (layer.experts.empty()) {
-            total += of(layer.mlp);
-        } else {
-            total += bytes(layer.router) + of(layer.experts[0]) * static_cast<size_t>(config_.experts_used);
-            if (config_.shared_ffn_size) total += of(layer.shared) + bytes(layer.shared_gate);
-        }
-    }
-    return total;
-}
-
-std::array<double, StageClock::STAGES> Model::time_stages(bool on) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    const auto seconds = clock_.seconds();
-    clock_.set(on);
-    return seconds;
 }
 
 }  // namespace outpace

@@ -214,7 +214,7 @@ def test_every_model_option_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
         run(command, *(["x"] if command == "generate" else []), "--model", "a", *args.split())
     expected = {"draft": "draft_model", "draft_model": "b", "draft_tokens": 3, "precision": "f32", "context": 99}
     expected |= {"threads": 2, "cache": False, "offline": True, "slots": 1, "progress": True, "datastore": None}
-    expected |= {"kv_cache": "q8"}
+    expected |= {"kv_cache": "q8", "head": None}
     assert seen == [("a", expected)] * 2
     run("generate", "x", "--draft", "datastore", "--datastore", "c")
     assert seen[-1][0] == api.DEFAULT_MODEL
@@ -236,6 +236,8 @@ def test_every_model_option_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
         (["generate", "x", "--draft-tokens", "16"], 2, "draft_tokens must be in 0 .. 15"),
         (["generate", "x", "--draft", "draft_model"], 2, "--draft draft_model needs --draft-model NAME"),
         (["generate", "x", "--draft", "ngram", "--draft-model", "y"], 2, "--draft-model and --draft ngram exclude"),
+        (["generate", "x", "--draft", "eagle3"], 2, "--draft eagle3 needs --head PATH"),
+        (["generate", "x", "--draft", "suffix", "--head", "y"], 2, "--head and --draft suffix exclude"),
         (["generate", "x", "--draft", "datastore"], 2, "--draft datastore needs --datastore FILE"),
         (["generate", "x", "--draft", "none", "--datastore", "y"], 2, "--datastore and --draft none exclude"),
         (["generate", "x", "--top-k", "x"], 2, "'--top-k'"),

@@ -19,14 +19,15 @@ import pytest
 import outpace
 import outpace.decode
 import outpace.drafters.draft_model
+import outpace.drafters.head
 import outpace.engine
 import outpace.slots
 import tiny_folder
-from fakes import FunctionDrafter, TableBackend, random_drafter
+from fakes import FunctionDrafter, TableBackend, TableHead, random_drafter, table_logits
 from outpace.api import LanguageModel
 from outpace.controller import Controller
 from outpace.decode import Decoder
-from outpace.drafters import DraftModelDrafter
+from outpace.drafters import DraftModelDrafter, HeadDrafter
 from outpace.engine import Engine
 from outpace.text.template import ChatTemplate
 from outpace.types import Distribution, Draft, HubError, ModelError, SampleOpts, UsageError
@@ -279,13 +280,17 @@ def test_threads_share_a_model() -> None:
     assert not wrong
 
 
-def test_ctrl_c_between_any_two_lines_loses_no_slot() -> None:
+@pytest.mark.parametrize(("kind", "step"), [("model", 11), ("head", 41)])
+def test_ctrl_c_between_any_two_lines_loses_no_slot(kind: str, step: int) -> None:
     """KeyboardInterrupt at every few lines of the loop: afterwards the same answers, and no slot is missing."""
-    files = {m.__file__ for m in (outpace.engine, outpace.decode, outpace.drafters.draft_model, outpace.slots)}
+    sources = outpace.drafters.draft_model if kind == "model" else outpace.drafters.head
+    files = {m.__file__ for m in (outpace.engine, outpace.decode, sources, outpace.slots)}
     prompts = [(1, 2, 3), (4,), (1, 2, 3, 4, 0, 1)]
 
     def engine() -> Engine:
-        drafter = DraftModelDrafter(TableBackend(V, slots=2))
+        drafter: Any = DraftModelDrafter(TableBackend(V, slots=2))
+        if kind == "head":
+            drafter = HeadDrafter(TableHead(lambda path: table_logits(path, V), slots=2))
         return Engine(Decoder(TableBackend(V, slots=2, rows=8), (drafter,), Controller(3)))
 
     def go(e: Engine) -> list[list[int]]:
@@ -325,7 +330,7 @@ def test_ctrl_c_between_any_two_lines_loses_no_slot() -> None:
     want = go(engine())
     first = engine()
     go(first)
-    for at in range(1, interrupted(first, 0), 11):
+    for at in range(1, interrupted(first, 0), step):
         e = engine()
         go(e)  # the second time, slots are taken over from the first
         interrupted(e, at)
@@ -334,10 +339,9 @@ def test_ctrl_c_between_any_two_lines_loses_no_slot() -> None:
         assert go(e) == want, at
         e.close()
         (drafter,) = e.decoder.drafters
-        assert isinstance(drafter, DraftModelDrafter)
         drafter.close()
-        for backend in (e.decoder.target, drafter.model):
-            assert not backend._held, at  # type: ignore[attr-defined]
+        for backend in (e.decoder.target, getattr(drafter, kind)):
+            assert not backend._held, at
 
 
 # ---------------------------------------------------------------------------------------------------------- model files

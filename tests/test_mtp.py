@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from outpace import MtpHead, Qwen3Generator, Qwen3MtpSpeculator, Qwen3Speculator, SampleOpts, SpecDecoder, WeightMap
+from outpace.backends.head import HeadRows
 from outpace.types import ModelError, UsageError
 from tiny import BACKENDS, random_model
 
 Arrays = dict[str, np.ndarray]
+EXACT = ["reference-f32", "native-f32"]
 
 
 def mtp_arrays(config: Any, arrays: Arrays, seed: int = 5) -> Arrays:
@@ -82,13 +84,14 @@ def test_logits_equal_an_independent_restatement(hidden: str) -> None:
     tokens, own = [3, 1, 4, 1, 5, 9, 2, 6], 3
     states = generator.hidden(tokens[: len(tokens) - own])
     want = restated_logits(config, arrays, extra, tokens, np.stack(states), own, hidden == "after_norm")
-    cache = head.new_cache(64)
-    rows = []
-    state = states[0]
-    for slot, token in enumerate(tokens[1:]):
-        logits, state = head.step(token, states[slot] if slot < len(states) else state, cache)
-        rows.append(logits)
-    np.testing.assert_allclose(np.stack(rows), want, atol=1e-4)
+    for running in (Qwen3MtpSpeculator(Qwen3Generator(BACKENDS[k](config, arrays)), head).head for k in EXACT):
+        slot = running.new_slot() if running.capacity.slots > 1 else 0
+        found = running.forward([HeadRows(slot, tokens[1 : len(states) + 1], np.stack(states))])
+        rows = [found.logits]
+        for token in tokens[len(states) + 1 :]:
+            found = running.forward([HeadRows(slot, [token], found.hidden[-1:], own=True, append=True)])
+            rows.append(found.logits)
+        np.testing.assert_allclose(np.concatenate(rows), want, atol=1e-4)
 
 
 def decode(draft: Any, target: Any, context: list[int], n: int, length: int, **decoder: Any) -> tuple[list[int], int]:
@@ -132,17 +135,18 @@ def perfect() -> tuple[Any, Arrays, Arrays]:
     return config, arrays, head
 
 
-def test_a_head_that_knows_the_model_is_accepted() -> None:
+@pytest.mark.parametrize("kind", EXACT)
+def test_a_head_that_knows_the_model_is_accepted(kind: str) -> None:
     # The head's own layer sees the whole text where the model's sees three tokens: give it the same window.
     config, arrays, extra = perfect()
     head = MtpHead.from_loader(config, WeightMap.from_tensors(arrays | extra))
-    head.layers.config = replace(head.layers.config, use_sliding_window=True, max_window_layers=0)
-    generator = Qwen3Generator(BACKENDS["reference-f32"](config, arrays))
+    head = head.with_layers(replace(head.config.layers, use_sliding_window=True, max_window_layers=0))
+    generator = Qwen3Generator(BACKENDS[kind](config, arrays))
     mtp = Qwen3MtpSpeculator(generator, head)
     context = [5, 1, 2, 3, 4]
     found, rounds = decode(mtp, Qwen3Speculator(generator), context, 3, 24, bonus=True)
     assert rounds == 6
-    plain = Qwen3Generator(BACKENDS["reference-f32"](config, arrays))
+    plain = Qwen3Generator(BACKENDS[kind](config, arrays))
     plain.prefill(context)
     assert found == plain.generate_cached(24, SampleOpts.greedy(ignore_eos=True))
 

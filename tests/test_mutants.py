@@ -138,7 +138,8 @@ MUTANTS: dict[str, Mutant] = {
         "sampling", "Stream.ACCEPT, self.position, depth)", "Stream.ACCEPT, depth)",
         test_sampling.test_every_round_uses_fresh_numbers_for_accept_and_residual),
     "match noise keyed by the round, not the position": Mutant(
-        "sampling", "place = self.position + len(ahead)", "place = self.position",
+        "sampling", "self.processed(logits, ahead), self.position + len(ahead))",
+        "self.processed(logits, ahead), self.position)",
         lossless, ("hot",)),
     "drawn draft reported as one-hot": Mutant(
         "sampling", "self.position, self.position + len(ahead)), row",

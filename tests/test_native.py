@@ -416,7 +416,7 @@ def test_the_cache_holds_exactly_the_oracles_rounding(changes, kv_cache):
         backend.commit(slot, [0, 2, 3, 5])
         run(backend, other, [9, 10, 11], parents=[-1, -1, 1])
         backend.commit(other, [1, 2])
-        held[kind] = [backend._model.cached(s, 0) for s in (slot, other)]
+        held[kind] = [backend.core.cached(s, 0) for s in (slot, other)]
     for exact, rounded, rows in zip(held["f32"], held[kv_cache], (65, 63), strict=True):
         assert len(exact) == 2 * backend.config.num_key_value_heads * rows
         assert len(np.unique(exact, axis=0)) > rows  # rows of different tokens and positions differ
@@ -439,7 +439,7 @@ def edge_values(kv_cache):
     slot = backend.new_slot()
     run(backend, slot, [1])
     backend.commit(slot, [0])
-    return backend._model.cached(slot, 0)[1]
+    return backend.core.cached(slot, 0)[1]
 
 
 def test_extreme_values_round_as_the_oracle_rounds_them():

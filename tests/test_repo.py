@@ -25,6 +25,7 @@ LAYERS = (
     ("backends",),
     ("slots", "costs"),
     ("drafters", "controller"),
+    ("proposing",),
     ("decode",),
     ("engine", "self_draft"),
     ("api", "speculator"),

@@ -323,3 +323,72 @@ def test_rows_of_the_sampler_are_not_looked_through_again() -> None:
         Draft((1,), (Distribution(tokens, probs),)).checked(5)
     with pytest.raises(UsageError, match="cannot have been drawn from"):
         Draft((3,), (Distribution(tokens, np.array([0.5, 0.5]), sound=True),)).checked(5)
+
+
+# ---------------------------------------------------------------------------------------------------------- candidates
+
+
+CANDIDATE_OPTIONS: dict[str, dict[str, object]] = {
+    "greedy": {"temperature": 0.0}, "plain": {}, "cold": {"temperature": 1e-30}, "hot": {"temperature": 5.0},
+    "too hot": {"temperature": 1e300, "banned_tokens": (2,)}, "top_k": {"top_k": 3}, "top_p": {"top_p": 0.6},
+    "typical_p": {"typical_p": 0.5}, "min_p": {"min_p": 0.4}, "repetition": {"repetition_penalty": 1.9},
+    "presence": {"presence_penalty": 1.5}, "banned": {"banned_tokens": (1,)}, "allowed": {"allowed_tokens": (2, 3)},
+    "bias": {"logit_bias": {5: 6.0}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CANDIDATE_OPTIONS)
+def test_candidates_begin_with_the_drafts_own_token(name: str) -> None:
+    random = np.random.default_rng(0)
+    for seed in range(40):
+        s = sampler(seed=seed, **CANDIDATE_OPTIONS[name])
+        s.extend((1, 4))
+        logits = (2 * random.standard_normal(6)).astype(np.float32)
+        found = s.candidates(logits, 4, (2,))
+        assert found[0][0] == s.candidates(logits, 1, (2,))[0][0] == s.draft(logits, (2,))[0] == s.token(logits, (2,))
+        assert len(s.candidates(logits, 1, (2,))) == 1
+        tokens, sure = zip(*found, strict=True)
+        assert len(set(tokens)) == len(tokens) <= 4
+        assert set(tokens) <= set(s.row(logits, (2,)).tokens.tolist()) or not s.opts.temperature
+        assert all(0.0 < chance <= 1.0 for chance in sure)
+        assert list(sure) == sorted(sure, reverse=True)
+        assert sum(sure) <= 1.0 + 1e-9
+
+
+def test_greedy_candidates_are_the_most_probable_tokens_as_probable_as_they_are() -> None:
+    found = sampler(temperature=0.0, logit_bias={3: 5.0}).candidates(LOGITS, 3)
+    biased = LOGITS.astype(np.float64) + np.array([0, 0, 0, 5, 0, 0])
+    p = np.exp(biased) / np.exp(biased).sum()
+    assert [token for token, _ in found] == [3, 1, 4]  # ties go to the lowest id
+    np.testing.assert_allclose([sure for _, sure in found], p[[3, 1, 4]], rtol=1e-6)
+
+
+def test_sampled_candidates_are_those_that_the_race_ends_with() -> None:
+    for seed in range(50):
+        s = sampler(seed=seed, temperature=1.3)
+        p = s.row(LOGITS).probs
+        race = exponentials(s.noise.key(Stream.TOKEN, s.position), np.arange(6)) / p
+        found = s.candidates(LOGITS, 6)
+        assert [token for token, _ in found] == np.argsort(race).tolist()
+        np.testing.assert_allclose([sure for _, sure in found], np.sort(1 / race)[::-1] / (1 / race).sum())
+
+
+def test_a_target_much_like_the_draft_chooses_one_of_few_candidates() -> None:
+    """The second to fourth hold more of the target's choices than the next most probable tokens would."""
+    random = np.random.default_rng(3)
+    raced = probable = 0
+    for seed in range(400):
+        s = Sampler(SampleOpts(temperature=1.0, seed=seed), 300)
+        logits = random.standard_normal(300).astype(np.float32) * 2
+        target = logits + 0.5 * random.standard_normal(300).astype(np.float32)
+        choice = s.token(target)
+        found = [token for token, _ in s.candidates(logits, 4)]
+        raced += choice in found
+        probable += choice in [found[0], *np.argsort(-logits)[:3].tolist()]
+    assert raced > 380 > probable + 40
+
+
+def test_candidates_of_broken_logits_are_errors() -> None:
+    for logits in (np.full(6, np.nan), np.full(6, -np.inf), np.array([0, 1, np.inf, 0, 0, 0])):
+        with pytest.raises(NumericalError):
+            sampler().candidates(logits.astype(np.float32), 3)

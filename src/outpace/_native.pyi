@@ -71,8 +71,8 @@ def matmul_f32(x: F32, weight: F32, threads: int = 1) -> F32:
 def matmul_16(x: F32, kind: str, weight: U16, threads: int = 1) -> F32:
     """The same for the bits of weights of kind "f16" or "bf16"."""
 
-class Model:
-    """Weights, KV cache and forward pass. ValueError: a bad argument; Full: no room; MemoryError: no memory."""
+class Config:
+    """Sizes of decoder layers, as Config in csrc/stack.h."""
 
     def __init__(
         self,
@@ -97,12 +97,12 @@ class Model:
         moe: Sequence[int],
         frequencies: Sequence[float],
         rotary_factor: float,
-        slots: int,
-        positions: int,
-        rows: int,
-        threads: int,
-        cache: str,
     ) -> None: ...
+
+class Stack:
+    """Weights, slots and KV cache of a model or a head. ValueError: a bad argument; Full: no room; MemoryError: no
+    memory."""
+
     def put_int8(self, name: str, q: I8, scale: F32, offset: F32 | None, inputs: int) -> None: ...
     def put_super(
         self, name: str, kind: str, q: I8, d: U16, scale: I8, dmin: U16 | None, minimum: I8 | None
@@ -122,24 +122,11 @@ class Model:
     def ready(self) -> None:
         """Checks that the weights are complete; forward works from here on."""
 
-    def forward(
-        self,
-        slots: Sequence[int],
-        counts: Sequence[int],
-        tokens: I64,
-        parents: I64,
-        wanted: I64,
-        logits: F32,
-        taps: Sequence[int],
-        tapped: F32,
-    ) -> None:
-        """tokens, parents: [rows], parents within their share. wanted: ascending rows of the pass. Fills logits
-        [wanted, vocab_size] and tapped [taps, rows, hidden_size]."""
-
     def new_slot(self) -> int: ...
     def free_slot(self, slot: int) -> None: ...
     def fork_slot(self, slot: int) -> int: ...
     def length(self, slot: int) -> int: ...
+    def pending(self, slot: int) -> int: ...
     def commit(self, slot: int, rows: Sequence[int]) -> None: ...
     def truncate(self, slot: int, length: int) -> None: ...
     def fill_slot(self, slot: int, length: int) -> None:
@@ -164,6 +151,64 @@ class Model:
     def time_stages(self, on: bool) -> list[float]:
         """Starts or ends the timing of a pass's stages, from zero. Seconds so far: rest, projections, attention, MLP,
         head."""
+
+class Model(Stack):
+    """A model and its forward pass."""
+
+    def __init__(self, config: Config, *, slots: int, positions: int, rows: int, threads: int, cache: str) -> None: ...
+    def forward(
+        self,
+        slots: Sequence[int],
+        counts: Sequence[int],
+        tokens: I64,
+        parents: I64,
+        wanted: I64,
+        logits: F32,
+        taps: Sequence[int],
+        tapped: F32,
+    ) -> None:
+        """tokens, parents: [rows], parents within their share. wanted: ascending rows of the pass. Fills logits
+        [wanted, vocab_size] and tapped [taps, rows, hidden_size]."""
+
+class Head(Stack):
+    """A learned head on a target that is ready. shape: the fields of HeadShape in csrc/head.h."""
+
+    def __init__(
+        self,
+        target: Model,
+        config: Config,
+        shape: dict[str, object],
+        *,
+        slots: int,
+        positions: int,
+        rows: int,
+        cache: str,
+    ) -> None: ...
+    def forward(
+        self,
+        slots: Sequence[int],
+        counts: Sequence[int],
+        tokens: I64,
+        parents: I64,
+        append: Sequence[bool],
+        own: Sequence[bool],
+        features: F32,
+        owned: F32,
+        wanted: I64,
+        logits: F32,
+        hidden: F32,
+    ) -> None:
+        """tokens, parents: [rows], parents as in csrc/stack.h. features: [rows of shares that are not own, feature
+        width]; owned: [the other rows, H]. Fills logits [wanted, draft vocabulary] and hidden [wanted, H]."""
+
+    def read(self, slot: int, features: F32) -> None: ...
+    def block(self, slots: Sequence[int], anchors: Sequence[int], rows: int, logits: F32, hidden: F32) -> None:
+        """Fills logits [slots * rows, draft vocabulary] and hidden [slots * rows, H]."""
+
+    def markov(self, before: int, hidden: F32, state: F32, bias: F32) -> None:
+        """Fills bias [draft vocabulary]; state [R] becomes the next row's."""
+
+    def confidence(self, before: int, hidden: F32) -> float: ...
 
 class Reader:
     """A buffer of about `bytes` that threads read as fast as memory gives it. ValueError: a bad argument."""

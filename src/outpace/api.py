@@ -29,9 +29,11 @@ from .controller import MAX_DRAFT, Controller
 from .costs import kept_shape
 from .decode import Decoder, Request
 from .drafters import (
+    BlockDrafter,
     DatastoreDrafter,
     Drafter,
     DraftModelDrafter,
+    HeadDrafter,
     NgramDrafter,
     SuffixDrafter,
 )
@@ -41,15 +43,17 @@ from .json_file import read_json
 from .models.loading import LoadedModel, load_model
 from .models.quantise import Precision, check_precision
 from .sampling import generation_defaults
-from .self_draft import kept_layers, pays, self_draft, smaller
+from .self_draft import RULE, kept_layers, pays, self_draft, smaller
 from .text.stream import TextStream
 from .text.template import ChatTemplate, encode_chat
 from .text.tokenizer import Tokenizer, same_vocabulary
 from .types import F32, ModelError, Round, SampleOpts, Stats, TokenLogprobs, UsageError
 from .weights.relaid import Relaid
+from .weights.tensor import Tensor
 
 DEFAULT_MODEL = "smollm2-135m"
-DRAFTERS = ("auto", "draft_model", "self", "ngram", "suffix", "datastore", "none")
+HEADS = ("mtp", "eagle3", "dflash")
+DRAFTERS = ("auto", *HEADS, "draft_model", "self", "ngram", "suffix", "datastore", "none")
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -93,6 +97,7 @@ def load(
     *,
     precision: Precision = "int8",
     draft: str = "auto",
+    head: str | Path | None = None,
     draft_model: str | Path | None = None,
     datastore: str | Path | None = None,
     draft_tokens: int | None = None,
@@ -110,12 +115,14 @@ def load(
 
     precision: "int8" keeps a quantised file's values and rounds others to 8 bits in groups of 32; "int4" rounds what
     has more than 4 bits to 4; "f32" computes in float32; "bf16" does so with weights of 2 bytes: those of F16 and
-    BF16 files as they are, F32 and FP8 rounded to bfloat16. draft: "auto", "draft_model", "self", "ngram", "suffix",
-    "datastore" or "none"; "auto" takes the text itself, and beside it the draft model and the datastore where they
-    are given, else "self" where that can be expected to pay (self_draft.py). draft_model: the model that drafts;
-    "self": the model's own weights at 4 bits, held a second time, and the text. datastore: a file of `outpace index`.
-    draft_tokens: always draft this many (0 .. 15), from the draft model where there is one, instead of deciding by
-    evidence. draft_layers: how many of its layers "self" keeps; all by default. context: tokens a request may hold,
+    BF16 files as they are, F32 and FP8 rounded to bfloat16. draft: "auto", "mtp", "eagle3", "dflash", "draft_model",
+    "self", "ngram", "suffix", "datastore" or "none"; "auto" takes the text itself, and beside it the head, given or
+    inside the model, the draft model and the datastore where they are given; with neither head nor draft model "self",
+    where that can be expected to pay (self_draft.py). head: a learned draft head made for the model, a folder, a file
+    or a Hugging Face id; draft="mtp" finds one inside the model, too. draft_model: the model that drafts; "self": the
+    model's own weights at 4 bits, held a second time, and the text. datastore: a file of `outpace index`.
+    draft_tokens: always draft this many (0 .. 15), from the head or draft model where there is one, instead of deciding
+    by evidence. draft_layers: how many of its layers "self" keeps; all by default. context: tokens a request may hold,
     prompt and answer; the model's own limit by default. kv_cache: how keys and values of past tokens are held: "f32",
     "f16", "q8" (8 bits: half of f16's memory), or "auto": f32 when precision is "f32", else f16. slots: requests at
     once. backend: "native", or "reference" for the slow NumPy oracle. cache: keep the weights as the kernels read them
@@ -126,6 +133,10 @@ def load(
     """
     if draft not in DRAFTERS:
         raise UsageError(f"draft must be one of {', '.join(DRAFTERS)}, got {draft!r}")
+    if head is not None and draft not in ("auto", *HEADS):
+        raise UsageError(f"a head goes with draft='auto', 'mtp', 'eagle3' or 'dflash', not with {draft!r}")
+    if draft in HEADS[1:] and head is None:
+        raise UsageError(f"draft={draft!r} needs head=PATH, a head of that kind made for this model")
     if draft_model is not None and draft not in ("auto", "draft_model"):
         raise UsageError(f"a draft model goes with draft='auto' or 'draft_model', not with {draft!r}")
     if draft == "draft_model" and draft_model is None:
@@ -181,22 +192,23 @@ def load(
         return loaded
 
     loaded = open_files(model)
+    if draft == "mtp" and head is None and not loaded.head:
+        raise UsageError(f"draft='mtp' needs head=PATH: {model} has no head inside")
     tokenizer = load_tokenizer(loaded)
     corpus = None if datastore is None else DatastoreDrafter(open_for(datastore, tokenizer, str(model)))
-    small: LoadedModel | None = None  # the model that drafts, if one does, its arithmetic and what makes it
-    small_precision, variant = precision, ""
+    small: LoadedModel | None = None  # the model that drafts, if one does, its arithmetic and what it is kept as
+    small_precision, variant, alone = precision, "", head is None and not loaded.head
     if draft_model is not None:
         small = open_files(draft_model)
         difference = same_vocabulary(tokenizer, load_tokenizer(small))
         if difference is not None:
             raise UsageError(f"{draft_model} cannot draft for {model}: {difference}")
-    elif draft == "self" or (draft == "auto" and backend == "native" and cache and pays(loaded, precision)):
+    elif draft == "self" or (
+        draft == "auto" and alone and backend == "native" and cache and pays(loaded, precision, kv_cache)
+    ):
         layers = kept_layers(loaded.config.num_hidden_layers, draft_layers)
-        small, small_precision, variant = (
-            self_draft(load_model(loaded.path), tokenizer, layers),
-            "int8",
-            f"self {layers}",
-        )
+        small = self_draft(load_model(loaded.path), tokenizer, layers)
+        small_precision, variant = "int8", f"self {RULE} {layers}"
         if not smaller(small, loaded, precision):
             raise UsageError(f"draft='self' drafts at 4 bits, which {model} has already: use another drafter")
     beside = 0
@@ -205,6 +217,16 @@ def load(
         beside = estimate(small.config, small.weights, small_precision, min(context or least, least), kv_cache).total
     target = open_backend(loaded, context, precision, beside=beside)
     drafters: list[Drafter] = []  # the main one first
+    if head is not None:
+        path = Path(head) if Path(head).exists() else hub.resolve(head, offline=offline, progress=progress)
+        drafters.append(open_head(path, loaded, target, draft))
+    elif loaded.head and draft in ("auto", "mtp"):
+        try:
+            drafters.append(open_head(loaded.path, loaded, target, draft))
+        except ModelError as error:
+            if draft == "mtp":
+                raise
+            warnings.warn(f"the draft head inside the model is not used: {error}", stacklevel=2)
     if small is not None:
         positions = min(target.capacity.positions, small.config.max_position_embeddings)
         drafter = open_backend(small, positions, small_precision, variant)
@@ -231,6 +253,25 @@ def load(
         defaults=load_defaults(loaded),
         name=str(model),
     )
+
+
+def open_head(path: Path, loaded: LoadedModel, target: Backend, draft: str = "auto") -> Drafter:
+    """The drafter with the learned head at `path`, which runs beside its target. draft: the algorithm that it must be
+    of, or "auto". Raises UsageError for another one, ModelError for a head that does not fit the model."""
+    from .backends.running_head import run_head
+    from .heads.loading import borrowed, load_head
+
+    head = load_head(path, loaded.config)
+    kind = head.config.algorithm
+    if draft not in ("auto", kind):
+        raise UsageError(f"{path} is a head of kind {kind}, not {draft}: use draft={kind!r}")
+    own = {name: head.weights.take_tensor(name) for name in head.weights.keys()}  # noqa: SIM118
+
+    def borrow() -> dict[str, Tensor]:  # the target took its own
+        return borrowed(head.config, load_model(loaded.path).weights, loaded.config)
+
+    running = run_head(target, head.config, own, borrow, head.d2t)
+    return BlockDrafter(running) if kind == "dflash" else HeadDrafter(running)
 
 
 def load_tokenizer(loaded: LoadedModel) -> Tokenizer:

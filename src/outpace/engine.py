@@ -162,7 +162,7 @@ class Engine:
         # At least the prompt's last token is read again: its logits choose the first token of the answer. Taps are
         # wanted for every token, so such a request reads its whole prompt.
         slot, held = self._slots.open(request, request.prompt[:-1], reuse=not request.taps)
-        request.begin(slot, held)
+        self.decoder.begin(request, slot, held)
 
     def _release(self, request: Request) -> None:
         # Ctrl-C may come between any two lines: what is still among the running is released once more.

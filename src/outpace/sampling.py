@@ -40,6 +40,7 @@ _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _M1 = 0xBF58476D1CE4E5B9
 _M2 = 0x94D049BB133111EB
+_NO_CHANCE = 7.0  # what lies so far below the best logit, at temperature 1, is no candidate beside the chosen token
 _START = 0x243F6A8885A308D3  # the first 64 bits of pi's fraction
 
 
@@ -152,6 +153,12 @@ def _top_k(probs: F64, k: int) -> I64 | None:
     above = np.flatnonzero(probs > kth)
     level = np.flatnonzero(probs == kth)[: k - len(above)]
     return np.sort(np.concatenate([above, level]))
+
+
+def _largest(values: F64, n: int) -> I64:
+    """Indices of the n largest, the largest first."""
+    pool = np.argpartition(values, -n)[-n:] if n < len(values) else np.arange(len(values))
+    return pool[np.argsort(-values[pool], kind="stable")]
 
 
 def _smallest_mass(probs: F64, rank: F64, mass: float) -> I64:
@@ -329,13 +336,16 @@ class Sampler:
 
     def token(self, logits: F32, ahead: Sequence[int] = ()) -> int:
         """The target's own token after the emitted text and `ahead`: a function of logits, history and seed alone."""
-        place = self.position + len(ahead)
+        return self._choose(self.processed(logits, ahead), self.position + len(ahead))
+
+    def _choose(self, row: F32, place: int) -> int:
+        """The token at a position; row: processed logits."""
         if self._native is not None:
-            found = choose(self.processed(logits, ahead), *self._native, self.noise.key(Stream.TOKEN, place))
+            found = choose(row, *self._native, self.noise.key(Stream.TOKEN, place))
             if found >= 0:
                 return found
             # Only logits that are an error are left to the reference, which says what is wrong with them.
-        return self.noise.draw(self.row(logits, ahead), Stream.TOKEN, place)
+        return self.noise.draw(distribution(row, self.opts), Stream.TOKEN, place)
 
     def draft(self, logits: F32, ahead: Sequence[int] = ()) -> tuple[int, Distribution | None]:
         """A drafter's token from its own logits, and the q it was drawn from (None: one-hot).
@@ -348,6 +358,32 @@ class Sampler:
         if row.one_hot:
             return int(row.tokens[0]), None
         return self.noise.draw(row, Stream.DRAFT, self.position, self.position + len(ahead)), row
+
+    def candidates(self, logits: F32, n: int, ahead: Sequence[int] = ()) -> list[tuple[int, float]]:
+        """For a drafter: at most n tokens that the target may choose, `token` of these logits first, and how likely
+        each is (0 .. 1) to be the one. Raises as `token`.
+
+        Greedy: the most probable ones. Else those that come first in the race which decides about the token, each with
+        its share of the pace: the target runs it with the same noise and nearly the same probabilities, so what came
+        in a close second here may win there.
+        """
+        row, place = self.processed(logits, ahead), self.position + len(ahead)
+        first = self._choose(row, place)
+        scale = np.float32(min(max(self.opts.temperature or 1.0, 1e-6), 1e6))
+        top = row.max()
+        tokens = np.flatnonzero(row >= top - _NO_CHANCE * scale)
+        pace = np.exp((row[tokens] - top) / scale, dtype=np.float64)
+        rest = float(np.exp((row - top) / scale).sum()) - float(pace.sum())
+        if self.opts.temperature:
+            for keep in _filters(self.opts):
+                chosen = keep(pace / pace.sum())
+                if chosen is not None:
+                    tokens, pace, rest = tokens[chosen], pace[chosen], 0.0
+            pace = pace / exponentials(self.noise.key(Stream.TOKEN, place), tokens)
+        share = pace / (pace.sum() + max(0.0, rest))
+        found = {int(tokens[i]): float(share[i]) for i in _largest(share, n)}
+        others = [(token, sure) for token, sure in found.items() if token != first]
+        return [(first, found.get(first, float(share.max()))), *others[: n - 1]]
 
     def confidence(self, logits: F32, token: int) -> float:
         """The probability of a token by raw logits float32 [vocab_size]; 0.0 where they hold no number."""

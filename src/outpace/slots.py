@@ -1,6 +1,6 @@
 """A backend's slots, kept after their text has ended: the next text that begins the same way starts from there.
 
-Neighbours: engine.py opens the target's slots here, drafters/draft_model.py those of its own model.
+Neighbours: engine.py opens the target's slots here, drafters with a model or head those of theirs.
 """
 
 from __future__ import annotations
@@ -9,17 +9,18 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 
 from .backends.base import Backend
+from .backends.head import HeadBackend
 from .types import CapacityError, RewindError, UsageError
 
 
 class SlotPool:
-    """Opens and closes slots of one backend. Idle slots together hold at most one context's worth of tokens.
+    """Opens and closes slots of a model or a head. Idle slots together hold at most one context's worth of tokens.
 
     Every slot is the pool's, from the line that opens it: it is either some owner's (any hashable object, one slot
     each) or idle. So Ctrl-C between any two lines loses none, when `close` or `drop` is called for the owner after it.
     """
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend | HeadBackend) -> None:
         self.backend = backend
         self._used: dict[Hashable, int] = {}
         self._idle: dict[int, list[int]] = {}  # the tokens that each idle slot holds, least recently used first

@@ -15,8 +15,10 @@ import numpy as np
 
 from . import verify
 from .backends.base import Backend, Rows
+from .backends.head import HeadPass, HeadRows
 from .backends.native import NativeBackend
 from .backends.reference import ReferenceBackend
+from .backends.running_head import run_head
 from .cache import CacheOption
 from .config import ModelConfig
 from .heads.mtp import MtpHead
@@ -282,38 +284,43 @@ class Qwen3MtpSpeculator(Qwen3Speculator):
                 f"{its.draft_vocab_size}, "
                 f"this one has {ours.hidden_size} and {ours.vocab_size}"
             )
-        self.head = head
+        self.head = run_head(generator.backend, head.config, head.own, lambda: head.shared)
         self.head_steps = 0
         generator.tap = head.tap
-        self._read: list[int] = []  # the head's cache holds slots for all of these but the last
-        self._cache = head.new_cache(generator.backend.capacity.positions)
+        self._read: list[int] = []  # the head's slot holds rows for all of these but the last
+        self._slot = self.head.new_slot()
 
     def propose(self, context: Sequence[int], n: int) -> DraftProposal:
         """n tokens by the head. With a context of one token there is no hidden state yet: the model proposes."""
         if n <= 0 or len(context) < 2:
             return super().propose(context, n)
         hidden = self.generator.hidden(context)
-        # At least the last slot is computed again: its logits are the first draft.
+        # At least the last row is computed again: its logits are the first draft.
         keep = min(max(0, common_prefix(self._read, context) - 1), len(hidden) - 1)
-        self._cache.truncate(keep)
-        self._read = list(context[: keep + 1])  # should a step fail
-        for slot in range(keep, len(hidden)):
-            logits, state = self._step(context[slot + 1], hidden[slot])
+        self.head.truncate(self._slot, keep)
+        self._read = list(context[: keep + 1])  # should a pass fail
+        step = self.head.capacity.rows
+        for at in range(keep, len(hidden), step):
+            states = np.stack(hidden[at : at + step])
+            found = self._pass(context[at + 1 :][: len(states)], states)
+            self.head.commit(self._slot, range(len(states)))
         self._read = list(context)
         sampler = self._sampler(context)
         tokens: list[int] = []
         rows: list[F64] = []
         while True:
-            token, row = self._choose(sampler, logits, tokens)
+            token, row = self._choose(sampler, found.logits[-1], tokens)
             tokens.append(token)
             rows.append(row)
             if len(tokens) == n:
                 return DraftProposal(tokens, self._stack(rows), drawn=self._sampling)
-            logits, state = self._step(token, state)
+            found = self._pass([token], found.hidden[-1:], own=True, append=len(tokens) > 1)
 
-    def _step(self, token: int, hidden: F32) -> tuple[F32, F32]:
+    def _pass(self, tokens: Sequence[int], states: F32, *, own: bool = False, append: bool = False) -> HeadPass:
+        """One pass of the head; its last row's logits and hidden state."""
         self.head_steps += 1
-        return self.head.step(token, hidden, self._cache)
+        rows = HeadRows(self._slot, tokens, states, own=own, append=append, logits=[len(tokens) - 1])
+        return self.head.forward([rows])
 
 
 class SpecDecoder:

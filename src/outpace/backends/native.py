@@ -8,36 +8,26 @@ into arrays; every check of a pass is made once, in C++, before anything changes
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import TypeVar
 
 import numpy as np
 
 from ..cache import CacheOption, cache_kind
 from ..config import ModelConfig
-from ..models.names import expected_tensors, is_matrix
-from ..models.quantise import Precision, check_precision, held
-from ..models.rotary import rotary_frequencies
-from ..types import F32, CapacityError, ModelError, OutpaceError, RewindError, UsageError
+from ..models.names import expected_tensors
+from ..models.quantise import Precision, check_precision
+from ..types import F32, CapacityError, UsageError
 from ..weights.relaid import Part, Relaid
-from ..weights.tensor import Groups, Supers
 from ..weights.weight_map import WeightMap
 from .base import Capacity, Pass, Rows
 from .cores import usable_cores
-
-try:
-    from .. import _native
-except ImportError as error:
-    raise OutpaceError(
-        f"outpace's native core is missing or damaged ({error}); build it with: pip install . (this needs g++)"
-    ) from None
+from .native_core import NativeStack, _native, check_sizes, core_config, guard, index, indices, parents_of, put
 
 STAGES = ("rest", "projections", "attention", "mlp", "head")  # as StageClock in csrc/measure.h
-T = TypeVar("T")
 
 
-class NativeBackend:
+class NativeBackend(NativeStack):
     """A model on this machine's processor. Takes its tensors out of `weights` (canonical names, models/names.py).
 
     precision: "int8" holds matrices in groups of 32 (exactly, where the file's kind allows it; rounded otherwise) and
@@ -68,48 +58,16 @@ class NativeBackend:
         relaid: Relaid | None = None,
     ) -> None:
         check_precision(precision)
+        self.precision = precision
         self.kv_cache = cache_kind(kv_cache, precision)
         threads = usable_cores() if threads is None else threads
         positions = config.max_position_embeddings if positions is None else positions
-        for name, value, most in (
-            ("slots", slots, 2**20),
-            ("positions", positions, 2**30),
-            ("rows", rows, 2**20),
-            ("threads", threads, 256),
-        ):
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-                raise UsageError(f"{name} must be a whole number in 1 .. {most}, got {value!r}")
+        check_sizes(slots=slots, positions=positions, rows=rows, threads=threads)
         self.config = config
         self.capacity = Capacity(slots, positions, rows)
-        frequencies, factor = rotary_frequencies(config)
-        layers = range(config.num_hidden_layers)
-        self._model = _guard(
+        self._core: _native.Model = guard(
             lambda: _native.Model(
-                vocab_size=config.vocab_size,
-                hidden_size=config.hidden_size,
-                intermediate_size=config.intermediate_size,
-                layers=config.num_hidden_layers,
-                heads=config.num_attention_heads,
-                kv_heads=config.num_key_value_heads,
-                head_dim=config.head_dim,
-                eps=config.rms_norm_eps,
-                tied=config.tie_word_embeddings,
-                qk_norm=config.qk_norm,
-                experts=config.num_experts,
-                experts_used=config.num_experts_used,
-                expert_ffn_size=config.expert_ffn_size,
-                shared_ffn_size=config.shared_expert_ffn_size,
-                expert_scale=config.expert_weights_scale,
-                norm_topk=config.norm_topk_prob,
-                windows=[min(config.window(layer) or 0, 2**30) for layer in layers],
-                moe=[int(config.is_moe(layer)) for layer in layers],
-                frequencies=frequencies.tolist(),
-                rotary_factor=factor,
-                slots=slots,
-                positions=positions,
-                rows=rows,
-                threads=threads,
-                cache=self.kv_cache,
+                core_config(config), slots=slots, positions=positions, rows=rows, threads=threads, cache=self.kv_cache
             )
         )
         expected = expected_tensors(config)
@@ -120,58 +78,32 @@ class NativeBackend:
             weights.clear()
             return
         for name, shape in expected.items():
-            self._put(name, shape, weights, precision)
-        _guard(self._model.ready)
+            put(self._core, name, shape, weights, precision)
+        guard(self._core.ready)
         if relaid is not None:
-            relaid.write(layout, [Part(name, tuple(form), data) for name, form, data in self._model.packed()])
+            relaid.write(layout, [Part(name, tuple(form), data) for name, form, data in self._core.packed()])
+
+    @property
+    def core(self) -> _native.Model:
+        """The model in the core, for a head that shares its threads, embedding and head."""
+        return self._core
 
     @property
     def isa(self) -> str:
         """The kernel family in use."""
-        return self._model.isa
+        return self._core.isa
 
     @property
     def threads(self) -> int:
-        return self._model.threads
-
-    @property
-    def memory(self) -> tuple[int, int]:
-        """Bytes that the weights and the cache hold now."""
-        return self._model.weight_bytes, self._model.cache_bytes
-
-    @property
-    def pass_bytes(self) -> int:
-        """Bytes of weights that a pass of one row reads."""
-        return self._model.pass_bytes
+        return self._core.threads
 
     def time_stages(self, on: bool) -> dict[str, float]:
         """Starts (or ends) the timing of the stages of passes, from zero; returns each stage's seconds so far."""
-        return dict(zip(STAGES, self._model.time_stages(on), strict=True))
+        return dict(zip(STAGES, self._core.time_stages(on), strict=True))
 
     def fill_slot(self, slot: int, length: int) -> None:
         """For benchmarks: makes an empty slot hold `length` positions of random keys and values, in a moment."""
-        _guard(lambda: self._model.fill_slot(_index(slot), _index(length)))
-
-    def new_slot(self) -> int:
-        return _guard(self._model.new_slot)
-
-    def free_slot(self, slot: int) -> None:
-        _guard(lambda: self._model.free_slot(_index(slot)))
-
-    def fork_slot(self, slot: int) -> int:
-        return _guard(lambda: self._model.fork_slot(_index(slot)))
-
-    def length(self, slot: int) -> int:
-        return _guard(lambda: self._model.length(_index(slot)))
-
-    def commit(self, slot: int, rows: Sequence[int]) -> None:
-        _guard(lambda: self._model.commit(_index(slot), [_index(row) for row in rows]))
-
-    def truncate(self, slot: int, length: int) -> None:
-        held = self.length(slot)
-        if not 0 <= length <= held:
-            raise RewindError(f"cannot truncate slot {slot} to {length}: it holds {held} rows")
-        _guard(lambda: self._model.truncate(_index(slot), _index(length)))
+        guard(lambda: self._core.fill_slot(index(slot), index(length)))
 
     def forward(self, batch: Sequence[Rows], taps: Sequence[int] = ()) -> Pass:
         counts = [len(share.tokens) for share in batch]
@@ -186,23 +118,21 @@ class NativeBackend:
                 raise UsageError(f"logits rows must be ascending and in 0 .. {count - 1}")
             wanted.extend(start + row for row in rows)
             start += count
-        tokens = _indices(chain.from_iterable(share.tokens for share in batch))
-        parents = _indices(
+        tokens = indices(chain.from_iterable(share.tokens for share in batch))
+        parents = indices(
             chain.from_iterable(
-                range(-1, count - 1) if share.parents is None else _parents(share.parents, count)
+                range(-1, count - 1) if share.parents is None else parents_of(share.parents, count)
                 for share, count in zip(batch, counts, strict=True)
             )
         )
-        taps = [_index(tap) for tap in taps]
+        taps = [index(tap) for tap in taps]
         try:
             logits: F32 = np.empty((len(wanted), self.config.vocab_size), dtype=np.float32)
             tapped: F32 = np.empty((len(taps), total, self.config.hidden_size), dtype=np.float32)
         except MemoryError:
             raise CapacityError("not enough memory for the results of a pass; take fewer rows") from None
-        slots = [_index(share.slot) for share in batch]
-        _guard(
-            lambda: self._model.forward(slots, counts, tokens, parents, _indices(wanted), logits, list(taps), tapped)
-        )
+        slots = [index(share.slot) for share in batch]
+        guard(lambda: self._core.forward(slots, counts, tokens, parents, indices(wanted), logits, list(taps), tapped))
         return Pass(logits, {tap: tapped[i] for i, tap in enumerate(taps)})
 
     def _place(self, parts: Sequence[Part], expected: Mapping[str, tuple[int, ...]]) -> bool:
@@ -214,69 +144,13 @@ class NativeBackend:
             for name, shape in expected.items():
                 part = found[name]
                 if len(shape) == 1 and not part.form and part.data.nbytes == 4 * shape[0]:
-                    self._model.put_vector(name, part.data.view(np.float32))
+                    self._core.put_vector(name, part.data.view(np.float32))
                 elif part.form[1:3] == shape:
-                    self._model.put_packed(name, part.form, part.data)
+                    self._core.put_packed(name, part.form, part.data)
                 else:
                     raise ValueError(f"tensor {name} has another shape")
-            self._model.ready()
+            self._core.ready()
         except (ValueError, TypeError):
-            self._model.forget()
+            self._core.forget()
             return False
         return True
-
-    def _put(self, name: str, shape: tuple[int, ...], weights: WeightMap, precision: Precision) -> None:
-        """Hands one tensor to the core, which keeps its own copy; the source is let go at once."""
-        if not weights.has(name):
-            raise ModelError(f"tensor {name} is missing")
-        tensor = weights.take_tensor(name)
-        if tuple(tensor.shape) != shape:
-            raise ModelError(f"tensor {name} has shape {list(tensor.shape)}, expected {list(shape)}")
-        if len(shape) == 1:
-            vector = np.ascontiguousarray(tensor.f32())
-            _guard(lambda: self._model.put_vector(name, vector))
-            return
-        weights_held = held(tensor, precision if is_matrix(name, shape) else "f32", name)
-        if isinstance(weights_held, Supers):
-            w = weights_held
-            _guard(lambda: self._model.put_super(name, w.kind, w.q, w.d, w.scale, w.dmin, w.minimum))
-        elif isinstance(weights_held, Groups):
-            g = weights_held
-            _guard(lambda: self._model.put_int8(name, g.q, g.scale, g.offset, shape[1]))
-        elif weights_held.kind == "F32":
-            matrix = weights_held.f32()
-            _guard(lambda: self._model.put_f32(name, matrix))
-        else:
-            kind, halves = weights_held.kind.lower(), weights_held.halves()
-            _guard(lambda: self._model.put_16(name, kind, halves))
-
-
-def _guard(call: Callable[[], T]) -> T:
-    """Runs a call into the core and gives its errors their types."""
-    try:
-        return call()
-    except _native.Full as error:
-        raise CapacityError(str(error)) from None
-    except MemoryError:
-        raise CapacityError("not enough memory for model and cache; use fewer slots or a smaller model") from None
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-
-
-def _index(value: int) -> int:
-    """A whole number that fits the core's integers; what does not fit becomes -2, which no check lets through."""
-    try:
-        number = value.__index__()
-    except (AttributeError, TypeError):
-        raise UsageError(f"expected a whole number, got {value!r}") from None
-    return number if -(2**31) <= number < 2**31 else -2
-
-
-def _indices(values: object) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    return np.fromiter((_index(value) for value in values), dtype=np.int64)  # type: ignore[attr-defined]
-
-
-def _parents(parents: Sequence[int], count: int) -> Sequence[int]:
-    if len(parents) != count:
-        raise UsageError(f"parents must name an earlier row, or -1, for each row: {count} rows, {len(parents)} parents")
-    return parents

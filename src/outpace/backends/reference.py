@@ -5,7 +5,7 @@ Neighbours: base.py is the contract, models/decoder.py computes a row, cache.py 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -19,39 +19,18 @@ from ..weights.weight_map import WeightMap
 from .base import Capacity, Pass, Rows
 
 
-class ReferenceBackend:
-    """A model on the oracle. Takes its tensors out of `weights` (canonical names, models/names.py).
+class CacheSlots:
+    """Slots that are KV caches: what the reference's model and its heads have in common of their contracts."""
 
-    precision: "f32" decodes every tensor; "int8" holds matrices in groups of 32 (exactly, where the file's kind allows
-    it) and rounds activations; "bf16" rounds F32 and FP8 matrices to bfloat16 (models/quantise.py). positions: rows a
-    slot holds; the model's own limit by default. kv_cache: as NativeBackend's.
-    Raises ModelError when a tensor is missing or has the wrong shape.
-    """
+    capacity: Capacity
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        weights: WeightMap,
-        *,
-        precision: Precision = "f32",
-        slots: int = 8,
-        positions: int | None = None,
-        rows: int = 4096,
-        kv_cache: CacheOption = "auto",
-    ) -> None:
-        check_precision(precision)
-        self.kv_cache = cache_kind(kv_cache, precision)
-        if positions is not None and positions < 1:
-            raise UsageError(f"positions must be at least 1, got {positions}")
-        self.config = config
-        self.capacity = Capacity(slots, positions or config.max_position_embeddings, rows)
-        matrices, vectors = take_weights(config, weights, precision)
-        self._decoder = Decoder(config, matrices, vectors)
+    def __init__(self, new_cache: Callable[[], KVCache]) -> None:
+        self._new_cache = new_cache
         self._slots: dict[int, KVCache] = {}
         self._parents: dict[int, list[int]] = {}  # of each slot's pending rows
 
     def new_slot(self) -> int:
-        return self._open(new_cache(self.config, self.capacity.positions, self.kv_cache))
+        return self._open(self._new_cache())
 
     def free_slot(self, slot: int) -> None:
         self._slot(slot)
@@ -76,28 +55,6 @@ class ReferenceBackend:
     def truncate(self, slot: int, length: int) -> None:
         self._slot(slot).truncate(length)
 
-    @np.errstate(over="ignore", invalid="ignore")  # damaged weights give NaN logits, which sampling reports
-    def forward(self, batch: Sequence[Rows], taps: Sequence[int] = ()) -> Pass:
-        self._check(batch, taps)
-        logits: list[F32] = []
-        tapped: dict[int, list[F32]] = {tap: [] for tap in taps}
-        for share in batch:
-            cache = self._slots[share.slot]
-            parents = _parents(share)
-            cache.append(len(share.tokens))
-            wanted = range(len(share.tokens)) if share.logits is None else set(share.logits)
-            for row, token in enumerate(share.tokens):
-                hidden = self._decoder.row(int(token), row, _sees(cache.length, parents, row), cache)
-                if row in wanted:
-                    logits.append(self._decoder.logits(hidden[self.config.num_hidden_layers]))
-                for tap in taps:
-                    tapped[tap].append(hidden[tap])
-            self._parents[share.slot] = parents
-        return Pass(
-            np.stack(logits) if logits else np.zeros((0, self.config.vocab_size), dtype=np.float32),
-            {tap: np.stack(rows) for tap, rows in tapped.items()},
-        )
-
     def _open(self, cache: KVCache) -> int:
         for slot in range(self.capacity.slots):
             if slot not in self._slots:
@@ -109,6 +66,59 @@ class ReferenceBackend:
         if slot not in self._slots:
             raise UsageError(f"slot {slot} is not open")
         return self._slots[slot]
+
+
+class ReferenceBackend(CacheSlots):
+    """A model on the oracle. Takes its tensors out of `weights` (canonical names, models/names.py).
+
+    precision: "f32" decodes every tensor; "int8" holds matrices in groups of 32 (exactly, where the file's kind allows
+    it) and rounds activations; "bf16" rounds F32 and FP8 matrices to bfloat16 (models/quantise.py). positions: rows a
+    slot holds; the model's own limit by default. kv_cache: as NativeBackend's.
+    Raises ModelError when a tensor is missing or has the wrong shape.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: WeightMap,
+        *,
+        precision: Precision = "f32",
+        slots: int = 8,
+        positions: int | None = None,
+        rows: int = 4096,
+        kv_cache: CacheOption = "auto",
+    ) -> None:
+        check_precision(precision)
+        kind = self.kv_cache = cache_kind(kv_cache, precision)
+        if positions is not None and positions < 1:
+            raise UsageError(f"positions must be at least 1, got {positions}")
+        self.config = config
+        self.capacity = Capacity(slots, positions or config.max_position_embeddings, rows)
+        super().__init__(lambda: new_cache(config, self.capacity.positions, kind))
+        matrices, vectors = take_weights(config, weights, precision)
+        self._decoder = Decoder(config, matrices, vectors)
+
+    @np.errstate(over="ignore", invalid="ignore")  # damaged weights give NaN logits, which sampling reports
+    def forward(self, batch: Sequence[Rows], taps: Sequence[int] = ()) -> Pass:
+        self._check(batch, taps)
+        logits: list[F32] = []
+        tapped: dict[int, list[F32]] = {tap: [] for tap in taps}
+        for share in batch:
+            cache = self._slots[share.slot]
+            parents = _parents(share)
+            cache.append(len(share.tokens))
+            wanted = range(len(share.tokens)) if share.logits is None else set(share.logits)
+            for row, token in enumerate(share.tokens):
+                hidden = self._decoder.row(int(token), row, places(cache.length, parents, row), cache)
+                if row in wanted:
+                    logits.append(self._decoder.logits(hidden[self.config.num_hidden_layers]))
+                for tap in taps:
+                    tapped[tap].append(hidden[tap])
+            self._parents[share.slot] = parents
+        return Pass(
+            np.stack(logits) if logits else np.zeros((0, self.config.vocab_size), dtype=np.float32),
+            {tap: np.stack(rows) for tap, rows in tapped.items()},
+        )
 
     def _check(self, batch: Sequence[Rows], taps: Sequence[int]) -> None:
         """Everything that can be wrong with a pass, before anything changes."""
@@ -165,8 +175,8 @@ def _parents(share: Rows) -> list[int]:
     return list(range(-1, len(share.tokens) - 1)) if share.parents is None else list(share.parents)
 
 
-def _sees(length: int, parents: Sequence[int], row: int) -> I64:
-    """The cache places that a row attends, in order of position: committed rows, its ancestors, itself."""
+def places(length: int, parents: Sequence[int], row: int) -> I64:
+    """The cache places, int64 [n], that a pending row attends by position: committed rows, its ancestors, itself."""
     path = []
     while row >= 0:
         path.append(length + row)

@@ -72,9 +72,13 @@ class Model:
             show_default=DEFAULT_MODEL,
         ),
     ] = None
-    draft: Annotated[str, _model("What guesses ahead: auto, ngram, suffix, datastore, draft_model, self or none.")] = (
-        "auto"
-    )
+    draft: Annotated[
+        str,
+        _model("What guesses ahead: auto, mtp, eagle3, dflash, ngram, suffix, datastore, draft_model, self or none."),
+    ] = "auto"
+    head: Annotated[
+        str | None, _model("A learned draft head made for the model (mtp, eagle3, dflash).", metavar="PATH")
+    ] = None
     draft_model: Annotated[str | None, _model("A small model with the same vocabulary that guesses ahead.")] = None
     datastore: Annotated[
         str | None, _model("A file of `outpace index`: guess from that corpus, too.", metavar="FILE")
@@ -100,6 +104,10 @@ class Model:
         from .. import api
         from ..types import UsageError
 
+        if self.draft in ("eagle3", "dflash") and self.head is None:
+            raise UsageError(f"--draft {self.draft} needs --head PATH, a head of that kind made for this model")
+        if self.head is not None and self.draft not in ("auto", "mtp", "eagle3", "dflash"):
+            raise UsageError(f"--head and --draft {self.draft} exclude each other")
         if self.draft == "draft_model" and self.draft_model is None:
             raise UsageError("--draft draft_model needs --draft-model NAME, a small model with the same vocabulary")
         if self.draft_model is not None and self.draft not in ("auto", "draft_model"):
@@ -113,6 +121,7 @@ class Model:
             DEFAULT_MODEL if self.model is None else self.model,
             precision=self.precision,  # type: ignore[arg-type]  # load checks it
             draft=self.draft,
+            head=self.head,
             draft_model=self.draft_model,
             datastore=self.datastore,
             draft_tokens=self.draft_tokens,

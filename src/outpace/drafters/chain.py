@@ -1,6 +1,6 @@
 """A draft that grows token by token, drawn from a model's logits, until one more is not worth its row.
 
-Neighbours: draft_model.py and the drafters with learned heads, which differ in where the logits come from.
+Neighbours: draft_model.py and block.py, which differ in where the logits come from; tree.py grows in breadth, too.
 """
 
 from __future__ import annotations
@@ -21,19 +21,22 @@ class Chain:
         self._confidence: list[float] = []
         self._reach = 1.0  # chance that all tokens so far are accepted
 
-    def extend(self, logits: F32) -> None:
-        """Draws the next token from float32 [vocab_size] as the request's sampler does (coupled noise, or from q)."""
+    def extend(self, logits: F32, sure: float | None = None) -> None:
+        """Draws the next token from float32 [vocab_size] as the request's sampler does (coupled noise, or from q).
+
+        sure: how likely it is to be kept, by a source that knows better than its logits.
+        """
         sampler = self.state.sampler
         token, q = sampler.draft(logits, self.tokens)
         want = self._want
         self.tokens.append(token)
         self._q.append(q)
         if want.worth > 0.0:  # nobody asks how sure a draft of fixed length is
-            sure = sampler.confidence(logits, token)
+            sure = sampler.confidence(logits, token) if sure is None else sure
             self._confidence.append(sure)
             self._reach *= sure if want.chances is None else want.chances((sure,))[0]
         # This token is paid for; the question is whether another one is worth its draft and its row.
-        self.goes_on = len(self.tokens) < self.room and self._reach >= want.worth
+        self.goes_on = len(self.tokens) < self.room and self._reach >= want.worth + want.step
 
     def draft(self, source: str) -> Draft:
         sure = tuple(self._confidence) if self._want.worth > 0.0 else None

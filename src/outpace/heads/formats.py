@@ -15,7 +15,7 @@ from typing import Any
 from ..config import ModelConfig
 from ..config_fields import BIG, Reader, check_int, show
 from ..models.gguf_names import BLOCK, half_split_order
-from ..models.loading import split_fused_experts, with_rope_factors
+from ..models.loading import nextn_layer, split_fused_experts, with_rope_factors
 from ..types import ModelError
 from ..weights.tensor import Tensor
 
@@ -35,7 +35,6 @@ _SILENT = {
         "num_attention_heads": 32, "max_position_embeddings": 2048,
     },
 }  # fmt: skip
-HEAD_PREFIXES = ("mtp.", "model.mtp_layers.")  # tensors of a head inside a safetensors model
 _MARKOV = {"vanilla": "vanilla", "gated": "gated", "rnn": "rnn"}
 
 
@@ -321,20 +320,6 @@ def _gguf_eagle3(metadata: Mapping[str, Any], tensors: Mapping[str, Tensor], tar
     found.settle("norm_output", False, "default of GGUF EAGLE-3 (llama.cpp)")
     found.settle("feature_norm", "none", "default of GGUF EAGLE-3 (llama.cpp)")
     return found
-
-
-def nextn_layer(metadata: Mapping[str, Any]) -> tuple[int, Mapping[str, Any]]:
-    """The number of the model's layers in GGUF metadata, which is the index of a nextn head's, and the metadata of the
-    model without it; the very same metadata where there is none."""
-    name = Reader(metadata).text("general.architecture", "")
-    read = Reader(metadata, name + ".")
-    count, blocks = read.integer("nextn_predict_layers", 0), read.integer("block_count", field="num_hidden_layers")
-    if count == 0:
-        return blocks, metadata
-    if count >= blocks:
-        raise ModelError(f"{name}.nextn_predict_layers {count} leaves none of the {blocks} layers to the model")
-    changed = {f"{name}.block_count": blocks - count, f"{name}.nextn_predict_layers": 0}
-    return blocks - count, {**metadata, **changed}
 
 
 def _gguf_nextn(name: str, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor], target: ModelConfig) -> Found:

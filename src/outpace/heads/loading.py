@@ -17,7 +17,7 @@ import numpy as np
 from ..config import ModelConfig
 from ..config_fields import show
 from ..json_file import read_json
-from ..models.loading import mismatches
+from ..models.loading import HEAD_PREFIXES, mismatches, nextn_layer
 from ..models.names import EMBEDDING, HEAD
 from ..types import F32, I64, ModelError, UsageError
 from ..weights.gguf import GGUFFile
@@ -25,7 +25,7 @@ from ..weights.safetensors import read_safetensors
 from ..weights.tensor import Tensor
 from ..weights.weight_map import WeightMap
 from .config import HeadConfig, head_tensors
-from .formats import HEAD_PREFIXES, Found, nextn_layer, read_gguf, read_head
+from .formats import Found, read_gguf, read_head
 
 CONVENTIONS = (  # what public files leave open, so that a caller may say it
     "taps", "d2t", "norm_output", "norm_before_residual", "concat", "sample_from_anchor", "sliding_window_non_causal",
@@ -95,20 +95,26 @@ def open_target(path: str | Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     return ModelConfig.from_gguf(metadata, {name: tensor.shape for name, tensor in tensors.items()}), tensors
 
 
-def shared_tensors(head: LoadedHead, target: WeightMap, config: ModelConfig) -> dict[str, F32]:
-    """Every tensor of the head in float32, the target's embedding and head where it has none of its own; for
-    reference.make_head. The target's stay in its map. Raises ModelError when they are not there or not as expected."""
-    tensors = {name: head.weights.take(name)[0] for name in head.weights.keys()}  # noqa: SIM118
-    sources = {EMBEDDING: EMBEDDING, HEAD: EMBEDDING if config.tie_word_embeddings else HEAD}
+def borrowed(head: HeadConfig, target: WeightMap, config: ModelConfig) -> dict[str, Tensor]:
+    """The target's embedding and head under their names, where the head has none of its own. They stay in the target's
+    map. Raises ModelError when they are not there or not as expected."""
+    tensors = {}
+    sources = {} if head.own_embedding else {EMBEDDING: EMBEDDING}
+    if not head.own_lm_head:
+        sources[HEAD] = EMBEDDING if config.tie_word_embeddings else HEAD
     for name, source in sources.items():
-        if name in tensors:
-            continue
-        tensor = target.take_tensor(source)
-        target.put(source, tensor)
-        if tensor.shape != (config.vocab_size, head.config.layers.hidden_size):
-            raise ModelError(f"the target's {source} {list(tensor.shape)} does not fit the head")
-        tensors[name] = tensor.f32()
+        tensors[name] = target.take_tensor(source)
+        target.put(source, tensors[name])
+        if tensors[name].shape != (config.vocab_size, head.layers.hidden_size):
+            raise ModelError(f"the target's {source} {list(tensors[name].shape)} does not fit the head")
     return tensors
+
+
+def shared_tensors(head: LoadedHead, target: WeightMap, config: ModelConfig) -> dict[str, F32]:
+    """Every tensor that the head computes with in float32, its own taken and the target's borrowed; for
+    reference.make_head. Raises as `borrowed`."""
+    own = {name: head.weights.take(name)[0] for name in head.weights.keys()}  # noqa: SIM118
+    return own | {name: tensor.f32() for name, tensor in borrowed(head.config, target, config).items()}
 
 
 def assemble(found: Found, target: ModelConfig, wanted: Mapping[str, Any], path: Path) -> LoadedHead:

@@ -1,33 +1,39 @@
 """The multi-token-prediction head inside a model, for people who build the loop by hand (speculator.py).
 
 Tensor names are those of checkpoints that bring such a head (mtp.fc, mtp.pre_fc_norm_embedding, mtp.pre_fc_norm_hidden,
-mtp.layers.0.*, mtp.norm). How it computes: reference.py.
+mtp.layers.0.*, mtp.norm). How it computes: reference.py. What runs it: backends/head.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from ..config import ModelConfig
 from ..types import ModelError
+from ..weights.tensor import Tensor
 from ..weights.weight_map import WeightMap
+from .config import HeadConfig
 from .formats import read_head
-from .loading import assemble, shared_tensors
-from .reference import AutoregressiveHead
+from .loading import assemble, borrowed
 
 Hidden = Literal["after_norm", "before_norm"]
 
 
-class MtpHead(AutoregressiveHead):
-    """A head ready to draft. Stateless: the caller owns the cache.
+@dataclass(frozen=True, slots=True)
+class MtpHead:
+    """A head as it was found. own: its tensors by the names of heads/config.py; shared: the target's embedding and
+    head, which it computes with. Nothing is decoded."""
 
-    tap: the target's hidden state that it wants, as backends/base.py counts them.
-    """
+    config: HeadConfig
+    own: Mapping[str, Tensor]
+    shared: Mapping[str, Tensor]
 
     @property
     def tap(self) -> int:
-        """The one tap of an mtp head."""
+        """The target's hidden state that it reads, as backends/base.py counts them."""
         return self.config.taps[0]
 
     @classmethod
@@ -42,8 +48,13 @@ class MtpHead(AutoregressiveHead):
             raise ModelError(f"hidden must be after_norm or before_norm, got {hidden!r}")
         if not weights.has("mtp.fc.weight"):
             raise ModelError("the model has no multi-token-prediction head: tensor mtp.fc.weight is missing")
-        own = {name: weights.take_tensor(name) for name in weights.keys() if name.startswith("mtp.")}  # noqa: SIM118
+        found = {name: weights.take_tensor(name) for name in weights.keys() if name.startswith("mtp.")}  # noqa: SIM118
         after = hidden == "after_norm"
         wanted = {"taps": (config.num_hidden_layers - (not after),), "norm_output": after}
-        loaded = assemble(read_head({}, own, config), config, wanted, Path())
-        return cls(loaded.config, shared_tensors(loaded, weights, config))
+        loaded = assemble(read_head({}, found, config), config, wanted, Path())
+        own = {name: loaded.weights.take_tensor(name) for name in loaded.weights.keys()}  # noqa: SIM118
+        return cls(loaded.config, own, borrowed(loaded.config, weights, config))
+
+    def with_layers(self, layers: ModelConfig) -> MtpHead:
+        """The same tensors under another description of its layers (a window of attention, say)."""
+        return replace(self, config=replace(self.config, layers=layers))

@@ -110,20 +110,17 @@ class Head:
 class _Layers(Decoder):
     """A decoder's layers that take, beside a row, what the first attends with (eagle3), or whole blocks (dflash)."""
 
-    def row_of(self, x: F32, attends: F32 | None, cache: KVCache) -> F32:
-        """One row x [H], appended and committed, through all layers. attends: what the first layer's attention reads
-        in place of the normalised x. Returns the output [H] of the last layer."""
-        cache.append(1)
-        sees = np.arange(cache.length + 1)
-        cos, sin = (table[0] for table in rotary_tables(self.config, sees[-1:]))
+    def row_of(self, x: F32, attends: F32 | None, row: int, sees: I64, cache: KVCache) -> F32:
+        """One row x [H] through all layers; row, sees: as `Decoder.run`. attends: what the first layer's attention
+        reads in place of the normalised x. Returns the output [H] of the last layer."""
+        cos, sin = (table[0] for table in rotary_tables(self.config, np.array([len(sees) - 1])))
         for layer in range(self.config.num_hidden_layers):
             prefix = f"model.layers.{layer}."
             first = attends is not None and layer == 0
             normed = attends if first else self._norm(x, prefix + "input_layernorm.weight")
             assert normed is not None
-            x = x + self._attention(layer, prefix + "self_attn.", normed, 0, sees, cos, sin, cache)
+            x = x + self._attention(layer, prefix + "self_attn.", normed, row, sees, cos, sin, cache)
             x = x + self._mlp(layer, x)
-        cache.commit([0])
         return x
 
     def context(self, feature: F32, cache: KVCache) -> None:
@@ -216,18 +213,27 @@ class AutoregressiveHead(Head):
         return self._matrix("fc", feature)
 
     def step(self, token: int, hidden: F32, cache: KVCache) -> tuple[F32, F32]:
-        """The next slot, committed: token with a feature [H]. Returns its logits [draft vocabulary] and the hidden
-        state [H] that is the next slot's feature."""
+        """The next slot, committed: token with a feature [H]. Result as `row`."""
+        cache.append(1)
+        result = self.row(token, hidden, 0, np.arange(cache.length + 1), cache)
+        cache.commit([0])
+        return result
+
+    def row(self, token: int, hidden: F32, row: int, sees: I64, cache: KVCache) -> tuple[F32, F32]:
+        """A pending row of the cache, which attends the places `sees`, its own last: token with a feature [H].
+
+        Returns its logits [draft vocabulary] and the hidden state [H] that is the next row's feature.
+        """
         config = self.config
         embedding, normed = self.layers.matrices[EMBEDDING].row(token), self._norm(hidden, "hidden_norm.weight")
         if config.algorithm == "mtp":
             pair = [self._norm(embedding, "embedding_norm.weight"), normed]
             x = self._matrix("fc", np.concatenate(pair if config.concat == "embedding_first" else pair[::-1]))
-            out = self.layers.row_of(x, None, cache)
+            out = self.layers.row_of(x, None, row, sees, cache)
         else:
             embedding = self._norm(embedding, "model.layers.0.input_layernorm.weight")
             x = normed if config.norm_before_residual else hidden
-            out = self.layers.row_of(x, np.concatenate([embedding, normed]), cache)
+            out = self.layers.row_of(x, np.concatenate([embedding, normed]), row, sees, cache)
         final = self._norm(out, FINAL_NORM)
         return self.layers.logits(final), final if config.norm_output else out
 

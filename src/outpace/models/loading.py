@@ -16,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ..config import ModelConfig, RopeScaling
+from ..config_fields import Reader
 from ..types import I64, ModelError, UsageError
 from ..weights.gguf import GGUFFile
 from ..weights.safetensors import read_safetensors
@@ -24,6 +25,7 @@ from ..weights.weight_map import WeightMap
 from .gguf_names import BLOCK, EXPERTS, ROPE_FACTORS, TOP, half_split_order
 from .names import EMBEDDING, HEAD, expected_tensors
 
+HEAD_PREFIXES = ("mtp.", "model.mtp_layers.")  # tensors of a head inside a safetensors model
 _SHOWN = 8  # names in an error message
 
 
@@ -31,8 +33,8 @@ _SHOWN = 8  # names in an error message
 class LoadedModel:
     """A model ready for a backend, which takes the tensors out of `weights`.
 
-    path: the GGUF file or the folder. metadata: the GGUF file's, None for safetensors. notices: what the user should
-    know, one line each.
+    path: the GGUF file or the folder. metadata: the GGUF file's, None for safetensors. head: whether a draft head is
+    inside, which heads/loading.py reads. notices: what the user should know, one line each.
     """
 
     config: ModelConfig
@@ -40,6 +42,7 @@ class LoadedModel:
     path: Path
     format: Literal["gguf", "safetensors"]
     metadata: Mapping[str, Any] | None = None
+    head: bool = False
     notices: tuple[str, ...] = ()
 
 
@@ -100,6 +103,8 @@ def _listing(what: str, names: list[str]) -> str:
 def _load_folder(folder: Path) -> LoadedModel:
     config = ModelConfig.from_hf(folder)
     tensors = read_safetensors(folder)
+    body = {name: tensor for name, tensor in tensors.items() if not name.startswith(HEAD_PREFIXES)}
+    head, tensors = len(body) < len(tensors), body
     # Old checkpoints store what rotary.py computes.
     tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(".rotary_emb.inv_freq")}
     split_fused_experts(config, tensors)
@@ -108,7 +113,7 @@ def _load_folder(folder: Path) -> LoadedModel:
         config = replace(config, tie_word_embeddings=False)
         notices.append(f"{folder}: tie_word_embeddings is true but {HEAD} differs from {EMBEDDING}: both are used")
     check_tensors(config, tensors, str(folder))
-    return LoadedModel(config, WeightMap(tensors), folder, "safetensors", notices=tuple(notices))
+    return LoadedModel(config, WeightMap(tensors), folder, "safetensors", head=head, notices=tuple(notices))
 
 
 def split_fused_experts(config: ModelConfig, tensors: dict[str, Tensor]) -> None:
@@ -154,9 +159,10 @@ def _load_gguf(path: Path) -> LoadedModel:
     file = GGUFFile.open(path)
     if str(file.metadata.get("split.count", 1)) != "1":
         raise ModelError(f"{path}: is one part of a split model; merge the parts into one file first")
-    tensors = dict(file.tensors)
     try:
-        config = ModelConfig.from_gguf(file.metadata, {name: tensor.shape for name, tensor in tensors.items()})
+        layers, metadata = nextn_layer(file.metadata)
+        tensors = {name: tensor for name, tensor in file.tensors.items() if _block(name) < layers}
+        config = ModelConfig.from_gguf(metadata, {name: tensor.shape for name, tensor in tensors.items()})
         if ROPE_FACTORS in tensors:
             config = with_rope_factors(config, tensors.pop(ROPE_FACTORS))
     except ModelError as error:
@@ -168,7 +174,28 @@ def _load_gguf(path: Path) -> LoadedModel:
                 raise ModelError(f"{path}: tensor {name[:120]!r} is there twice, under two names")
             named[canonical] = part
     check_tensors(config, named, str(path))
-    return LoadedModel(config, WeightMap(named, _orders(config, named)), path, "gguf", metadata=file.metadata)
+    head = metadata is not file.metadata
+    return LoadedModel(config, WeightMap(named, _orders(config, named)), path, "gguf", file.metadata, head)
+
+
+def nextn_layer(metadata: Mapping[str, Any]) -> tuple[int, Mapping[str, Any]]:
+    """The number of the model's layers in GGUF metadata, which is the index of a nextn head's, and the metadata of the
+    model without it; the very same metadata where there is none."""
+    name = Reader(metadata).text("general.architecture", "")
+    read = Reader(metadata, name + ".")
+    count, blocks = read.integer("nextn_predict_layers", 0), read.integer("block_count", field="num_hidden_layers")
+    if count == 0:
+        return blocks, metadata
+    if count >= blocks:
+        raise ModelError(f"{name}.nextn_predict_layers {count} leaves none of the {blocks} layers to the model")
+    changed = {f"{name}.block_count": blocks - count, f"{name}.nextn_predict_layers": 0}
+    return blocks - count, {**metadata, **changed}
+
+
+def _block(name: str) -> int:
+    """The number of a GGUF tensor's layer, -1 outside of layers."""
+    match = re.match(r"blk\.(\d{1,4})\.", name)
+    return int(match[1]) if match else -1
 
 
 def _orders(config: ModelConfig, names: Iterable[str]) -> dict[str, I64]:

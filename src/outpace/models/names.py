@@ -32,8 +32,10 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether int8 backends hold this tensor in groups. Routers are small and choose experts: they stay float32."""
-    return len(shape) == 2 and not name.endswith((".mlp.gate.weight", ".shared_expert_gate.weight"))
+    """Whether int8 backends hold this tensor in groups. What is small and decides stays float32: routers and gates of
+    experts, a head's confidence."""
+    small = (".mlp.gate.weight", ".shared_expert_gate.weight", "confidence.weight")
+    return len(shape) == 2 and not name.endswith(small)
 
 
 def _attention(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:

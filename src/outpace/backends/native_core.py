@@ -1,0 +1,161 @@
+"""What a model and a learned head have in common in the C++ core (csrc/, built as outpace._native): slots, weights,
+errors.
+
+Neighbours: native.py and native_head.py build on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from ..config import ModelConfig
+from ..models.names import is_matrix
+from ..models.quantise import Precision, held
+from ..models.rotary import rotary_frequencies
+from ..types import CapacityError, ModelError, OutpaceError, RewindError, UsageError
+from ..weights.tensor import Groups, Supers
+from ..weights.weight_map import WeightMap
+
+try:
+    from .. import _native as _native
+except ImportError as error:
+    raise OutpaceError(
+        f"outpace's native core is missing or damaged ({error}); build it with: pip install . (this needs g++)"
+    ) from None
+
+T = TypeVar("T")
+
+
+class NativeStack:
+    """Slots of a model or a head in the core; the methods of Backend and HeadBackend that both share."""
+
+    _core: _native.Stack
+
+    @property
+    def memory(self) -> tuple[int, int]:
+        """Bytes that the weights and the cache hold now."""
+        return self._core.weight_bytes, self._core.cache_bytes
+
+    @property
+    def pass_bytes(self) -> int:
+        """Bytes of weights that a pass of one row reads."""
+        return self._core.pass_bytes
+
+    def new_slot(self) -> int:
+        return guard(self._core.new_slot)
+
+    def free_slot(self, slot: int) -> None:
+        guard(lambda: self._core.free_slot(index(slot)))
+
+    def fork_slot(self, slot: int) -> int:
+        return guard(lambda: self._core.fork_slot(index(slot)))
+
+    def length(self, slot: int) -> int:
+        return guard(lambda: self._core.length(index(slot)))
+
+    def commit(self, slot: int, rows: Sequence[int]) -> None:
+        guard(lambda: self._core.commit(index(slot), [index(row) for row in rows]))
+
+    def truncate(self, slot: int, length: int) -> None:
+        held = self.length(slot)
+        if not 0 <= length <= held:
+            raise RewindError(f"cannot truncate slot {slot} to {length}: it holds {held} rows")
+        guard(lambda: self._core.truncate(index(slot), index(length)))
+
+
+def core_config(config: ModelConfig) -> _native.Config:
+    """The sizes of decoder layers as the core takes them."""
+    frequencies, factor = rotary_frequencies(config)
+    layers = range(config.num_hidden_layers)
+    return _native.Config(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        layers=config.num_hidden_layers,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        eps=config.rms_norm_eps,
+        tied=config.tie_word_embeddings,
+        qk_norm=config.qk_norm,
+        experts=config.num_experts,
+        experts_used=config.num_experts_used,
+        expert_ffn_size=config.expert_ffn_size,
+        shared_ffn_size=config.shared_expert_ffn_size,
+        expert_scale=config.expert_weights_scale,
+        norm_topk=config.norm_topk_prob,
+        windows=[min(config.window(layer) or 0, 2**30) for layer in layers],
+        moe=[int(config.is_moe(layer)) for layer in layers],
+        frequencies=frequencies.tolist(),
+        rotary_factor=factor,
+    )
+
+
+def check_sizes(**sizes: int) -> None:
+    """Raises UsageError, naming it, for one of slots, positions, rows and threads that is out of range."""
+    most = {"slots": 2**20, "positions": 2**30, "rows": 2**20, "threads": 256}
+    for name, value in sizes.items():
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most[name]:
+            raise UsageError(f"{name} must be a whole number in 1 .. {most[name]}, got {value!r}")
+
+
+def put(core: _native.Stack, name: str, shape: tuple[int, ...], weights: WeightMap, precision: Precision) -> None:
+    """Hands one tensor to the core, which keeps its own copy; the source is let go at once."""
+    if not weights.has(name):
+        raise ModelError(f"tensor {name} is missing")
+    tensor = weights.take_tensor(name)
+    if tuple(tensor.shape) != shape:
+        raise ModelError(f"tensor {name} has shape {list(tensor.shape)}, expected {list(shape)}")
+    if len(shape) == 1:
+        vector = np.ascontiguousarray(tensor.f32())
+        guard(lambda: core.put_vector(name, vector))
+        return
+    weights_held = held(tensor, precision if is_matrix(name, shape) else "f32", name)
+    if isinstance(weights_held, Supers):
+        w = weights_held
+        guard(lambda: core.put_super(name, w.kind, w.q, w.d, w.scale, w.dmin, w.minimum))
+    elif isinstance(weights_held, Groups):
+        g = weights_held
+        guard(lambda: core.put_int8(name, g.q, g.scale, g.offset, shape[1]))
+    elif weights_held.kind == "F32":
+        matrix = weights_held.f32()
+        guard(lambda: core.put_f32(name, matrix))
+    else:
+        kind, halves = weights_held.kind.lower(), weights_held.halves()
+        guard(lambda: core.put_16(name, kind, halves))
+
+
+def guard(call: Callable[[], T]) -> T:
+    """Runs a call into the core and gives its errors their types."""
+    try:
+        return call()
+    except _native.Full as error:
+        raise CapacityError(str(error)) from None
+    except MemoryError:
+        raise CapacityError("not enough memory for model and cache; use fewer slots or a smaller model") from None
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def index(value: int) -> int:
+    """A whole number that fits the core's integers; what does not fit becomes -2, which no check lets through."""
+    try:
+        number = value.__index__()
+    except (AttributeError, TypeError):
+        raise UsageError(f"expected a whole number, got {value!r}") from None
+    return number if -(2**31) <= number < 2**31 else -2
+
+
+def indices(values: object) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Whole numbers of an iterable as the core takes them."""
+    return np.fromiter((index(value) for value in values), dtype=np.int64)  # type: ignore[attr-defined]
+
+
+def parents_of(parents: Sequence[int], count: int) -> Sequence[int]:
+    """The parents of `count` rows. Raises UsageError when they are not as many."""
+    if len(parents) != count:
+        raise UsageError(f"parents must name an earlier row, or -1, for each row: {count} rows, {len(parents)} parents")
+    return parents

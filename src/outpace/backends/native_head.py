@@ -1,0 +1,177 @@
+"""A learned head in the C++ core, on the threads of its target and, where it brings none, with its embedding and head.
+
+Neighbours: head.py is the contract, heads/config.py describes heads and their tensors, heads/reference.py how they
+compute; csrc/head.cpp does it. The head's cache is of the same kind as the target's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..heads.config import HeadConfig, head_tensors
+from ..models.quantise import Precision, check_precision
+from ..types import F32, I64, CapacityError, UsageError
+from ..weights.weight_map import WeightMap
+from .base import Capacity
+from .head import HeadPass, HeadRows
+from .native import NativeBackend
+from .native_core import NativeStack, _native, check_sizes, core_config, guard, index, indices, parents_of, put
+
+
+class NativeHead(NativeStack):
+    """A HeadBackend on this machine's processor. Takes its tensors out of `weights` (heads/config.py, head_tensors).
+
+    target: the model that it drafts for. d2t: int64 [draft vocabulary], ascending target ids, None where the
+    vocabularies are the same; a head with a reduced vocabulary brings its own lm_head.weight. precision, slots,
+    positions, rows: as NativeBackend; slots and positions of the target by default.
+
+    Raises UsageError for an argument out of range, ModelError when a tensor is missing or has the wrong shape,
+    CapacityError when memory does not suffice.
+    """
+
+    def __init__(
+        self,
+        target: NativeBackend,
+        config: HeadConfig,
+        weights: WeightMap,
+        d2t: I64 | None = None,
+        *,
+        precision: Precision = "int8",
+        slots: int | None = None,
+        positions: int | None = None,
+        rows: int = 256,
+    ) -> None:
+        check_precision(precision)
+        slots = target.capacity.slots if slots is None else slots
+        positions = target.capacity.positions if positions is None else positions
+        check_sizes(slots=slots, positions=positions, rows=rows)
+        if (d2t is None) != (config.draft_vocab_size == config.layers.vocab_size):
+            raise UsageError("d2t is needed where the draft vocabulary is not the target's, and only there")
+        self.config = config
+        self.d2t = d2t
+        self.capacity = Capacity(slots, positions, rows)
+        self._core: _native.Head = guard(
+            lambda: _native.Head(
+                target.core,
+                core_config(config.layers),
+                _shape(config),
+                slots=slots,
+                positions=positions,
+                rows=rows,
+                cache=target.kv_cache,
+            )
+        )
+        for name, shape in head_tensors(config).items():
+            put(self._core, name, shape, weights, precision)
+        guard(self._core.ready)
+
+    def forward(self, batch: Sequence[HeadRows]) -> HeadPass:
+        """As HeadBackend.forward."""
+        counts = [len(share.tokens) for share in batch]
+        if sum(counts) > self.capacity.rows:
+            raise CapacityError(f"a pass takes at most {self.capacity.rows} rows, got {sum(counts)}")
+        tokens: list[int] = []
+        parents: list[int] = []
+        wanted: list[int] = []
+        states: tuple[list[F32], list[F32]] = [], []
+        for share, count in zip(batch, counts, strict=True):
+            start = len(tokens)
+            tokens.extend(share.tokens)
+            parents.extend(self._chain(share, count) if share.parents is None else parents_of(share.parents, count))
+            rows = range(count) if share.logits is None else share.logits
+            if share.logits is not None and any(not 0 <= row < count for row in rows):
+                raise UsageError(f"logits rows must be ascending and in 0 .. {count - 1}")
+            wanted.extend(start + row for row in rows)
+            states[share.own].append(self._states(share, count))
+        result = self._results(len(wanted))
+        guard(
+            lambda: self._core.forward(
+                [index(share.slot) for share in batch],
+                counts,
+                indices(tokens),
+                indices(parents),
+                [share.append for share in batch],
+                [share.own for share in batch],
+                _joined(states[False], self.config.feature_width),
+                _joined(states[True], self.config.layers.hidden_size),
+                indices(wanted),
+                result.logits,
+                result.hidden,
+            )
+        )
+        return result
+
+    def _chain(self, share: HeadRows, count: int) -> range:
+        """The parents of a chain behind the slot's committed end or, with append, behind its last pending row."""
+        start = guard(lambda: self._core.pending(index(share.slot))) if share.append else 0
+        return range(start - 1, start + count - 1)
+
+    def _states(self, share: HeadRows, count: int) -> F32:
+        width = self.config.layers.hidden_size if share.own else self.config.feature_width
+        if share.states.shape != (count, width):
+            raise UsageError(f"states must be [{count} tokens, {width}], got {list(share.states.shape)}")
+        return np.ascontiguousarray(share.states, dtype=np.float32)
+
+    def _results(self, rows: int) -> HeadPass:
+        logits: F32 = np.empty((rows, self.config.draft_vocab_size), dtype=np.float32)
+        return HeadPass(logits, np.empty((rows, self.config.layers.hidden_size), dtype=np.float32))
+
+    def read(self, slot: int, features: F32) -> None:
+        """As HeadBackend.read."""
+        guard(lambda: self._core.read(index(slot), np.ascontiguousarray(features, dtype=np.float32)))
+
+    def block(self, slots: Sequence[int], anchors: Sequence[int], rows: int | None = None) -> HeadPass:
+        """As HeadBackend.block."""
+        rows = self.config.block_size if rows is None else index(rows)
+        result = self._results(len(slots) * max(0, min(rows, self.config.block_size)))
+        at, tokens = [index(slot) for slot in slots], [index(anchor) for anchor in anchors]
+        guard(lambda: self._core.block(at, tokens, rows, result.logits, result.hidden))
+        return result
+
+    def markov(self, before: int, hidden: F32, state: F32) -> tuple[F32, F32]:
+        """As HeadBackend.markov."""
+        self._check_token(before)
+        bias: F32 = np.zeros(self.config.draft_vocab_size, dtype=np.float32)
+        if self.config.markov == "none":
+            return bias, state
+        state = np.array(state, dtype=np.float32)
+        guard(lambda: self._core.markov(index(before), np.ascontiguousarray(hidden, np.float32), state, bias))
+        return bias, state
+
+    def confidence(self, before: int, hidden: F32) -> float | None:
+        """As HeadBackend.confidence."""
+        self._check_token(before)
+        if self.config.confidence == "none":
+            return None
+        return guard(lambda: self._core.confidence(index(before), np.ascontiguousarray(hidden, np.float32)))
+
+    def _check_token(self, token: int) -> None:
+        if not 0 <= token < self.config.layers.vocab_size:
+            raise UsageError(f"token id {token} is not in 0 .. {self.config.layers.vocab_size - 1}")
+
+
+def _joined(parts: Sequence[F32], width: int) -> F32:
+    return parts[0] if len(parts) == 1 else np.concatenate([*parts, np.empty((0, width), np.float32)])
+
+
+def _shape(config: HeadConfig) -> dict[str, object]:
+    """What csrc/head.h calls HeadShape."""
+    return {
+        "algorithm": config.algorithm,
+        "taps": len(config.taps),
+        "target_hidden_size": config.target_hidden_size,
+        "draft_vocab_size": config.draft_vocab_size,
+        "norm_output": config.norm_output,
+        "norm_before_residual": config.norm_before_residual,
+        "embedding_first": config.concat == "embedding_first",
+        "feature_norm": config.feature_norm,
+        "block_size": config.block_size,
+        "mask_token": config.mask_token,
+        "causal_windows": config.algorithm == "dflash" and not config.sliding_window_non_causal,
+        "markov": config.markov,
+        "markov_rank": config.markov_rank,
+        "confidence": config.confidence != "none",
+        "confidence_reads_markov": config.confidence == "hidden_markov",
+    }

@@ -1,0 +1,40 @@
+"""A head that runs where its target runs: in the core beside a native model, else on the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from ..heads.config import HeadConfig
+from ..models.names import HEAD
+from ..types import I64
+from ..weights.tensor import Tensor
+from ..weights.weight_map import WeightMap
+from .base import Backend
+from .head import HeadBackend
+from .native import NativeBackend
+from .native_head import NativeHead
+from .reference_head import ReferenceHead
+
+
+def run_head(
+    target: Backend,
+    config: HeadConfig,
+    own: Mapping[str, Tensor],
+    borrow: Callable[[], Mapping[str, Tensor]],
+    d2t: I64 | None = None,
+) -> HeadBackend:
+    """own: the head's tensors (heads/config.py). borrow: gives the target's embedding and head, where the head has none
+    of its own (loading.borrowed); asked only where the target's backend does not hold them as they are needed.
+
+    Slots and positions are the target's. Raises as NativeHead.
+    """
+    slots, positions = target.capacity.slots, target.capacity.positions
+    if isinstance(target, NativeBackend):
+        own = dict(own)
+        if d2t is not None and not config.own_lm_head:  # the draft vocabulary's rows of the target's
+            own[HEAD] = Tensor.from_array(borrow()[HEAD].f32()[d2t])
+            config = replace(config, own_lm_head=True)
+        return NativeHead(target, config, WeightMap(own), d2t, precision=target.precision)
+    tensors = {name: tensor.f32() for name, tensor in {**borrow(), **own}.items()}
+    return ReferenceHead(config, tensors, d2t, slots=slots, positions=positions)

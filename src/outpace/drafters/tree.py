@@ -1,0 +1,101 @@
+"""A draft that grows level by level where it promises most: the best few tokens after each of its best tokens.
+
+Neighbour: head.py, which computes the logits after all tokens of a level in one pass. Source: EAGLE-2 (arXiv
+2406.16858), whose trees follow the confidences of the head; here what became of tokens of such confidence turns it into
+a chance (Want.chances), and a branch ends where its next token is not worth the row that verifies it. A draft of fixed
+length is a chain, drawn as the request's rule wants it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ..types import F32, Distribution, Draft, NumericalError
+from .base import Want
+
+ROOT = -1
+_BRANCHES = 8  # most tokens after one
+
+
+class Tree:
+    """One request's draft in the making: at most `room` of the tokens that were looked at.
+
+    frontier: those whose next tokens are wanted, the likeliest first; ROOT is the text's last one. tokens, parents: of
+    all tokens looked at, by node.
+    """
+
+    def __init__(self, want: Want, room: int) -> None:
+        self.state, self.room = want.state, room
+        self.frontier = [ROOT] if room > 0 else []
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self._want = want
+        self._q: list[Distribution | None] = []
+        self._confidence: list[float] = []
+        self._reach: list[float] = []  # the chance that a node and all before it are accepted
+        self._first: list[float] = []  # of the tokens that follow the text
+
+    def grow(self, logits: Iterable[F32]) -> None:
+        """Gives each node of the frontier its next tokens; logits: float32 [vocab_size] for each of them, taken one by
+        one."""
+        newest = len(self.tokens)
+        for node, row in zip(self.frontier, logits, strict=True):
+            self._branch(node, row)
+        # What follows a node is no likelier than the node: only from the best of all can one of the best follow.
+        best = self._best(self.room - 1)
+        self.frontier = [node for node in best if node >= newest and self._reach[node] >= self._want.worth]
+        if not newest:
+            self._first = list(self._reach)
+        if self._promise() <= self._want.step:
+            self.frontier = []
+
+    def _promise(self) -> float:
+        """What a further level may add: expected tokens beyond what their rows cost. What follows a token is taken to
+        be as likely as what followed the text."""
+        worth = self._want.worth
+        chances = (self._reach[node] * chance for node in self.frontier for chance in self._first)
+        return sum(max(0.0, chance - worth) for chance in chances)
+
+    def _branch(self, node: int, logits: F32) -> None:
+        path, want, sampler = self._path(node), self._want, self.state.sampler
+        try:
+            if want.worth > 0.0:
+                found = sampler.candidates(logits, min(self.room, _BRANCHES), path)
+                self._q.extend([None] * len(found))
+            else:
+                token, q = sampler.draft(logits, path)
+                found = [(token, 1.0)]
+                self._q.append(q)
+        except NumericalError:  # the request's masks leave nothing of what this source can say: the branch ends
+            return
+        sure = [confidence for _, confidence in found]
+        chances = sure if want.chances is None or want.worth <= 0.0 else want.chances(sure)
+        self.tokens.extend(token for token, _ in found)
+        self.parents.extend([node] * len(found))
+        self._confidence.extend(sure)
+        before = 1.0 if node == ROOT else self._reach[node]
+        self._reach.extend(before * chance for chance in chances)
+
+    def _path(self, node: int) -> tuple[int, ...]:
+        tokens: list[int] = []
+        while node != ROOT:
+            tokens.append(self.tokens[node])
+            node = self.parents[node]
+        return tuple(reversed(tokens))
+
+    def _best(self, n: int) -> list[int]:
+        """The n nodes of the greatest chance, parents before their children."""
+        return sorted(range(len(self.tokens)), key=lambda node: (-self._reach[node], node))[:n]
+
+    def draft(self, source: str) -> Draft:
+        """The likeliest nodes, likeliest first."""
+        nodes, worth = self._best(self.room), self._want.worth
+        place = {ROOT: ROOT} | {node: i for i, node in enumerate(nodes)}
+        parents = tuple(place[self.parents[node]] for node in nodes)
+        return Draft(
+            tuple(self.tokens[node] for node in nodes),
+            tuple(self._q[node] for node in nodes),
+            None if parents == tuple(range(-1, len(nodes) - 1)) else parents,
+            source,
+            tuple(self._confidence[node] for node in nodes) if worth > 0.0 else None,
+        )

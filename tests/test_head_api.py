@@ -1,0 +1,163 @@
+"""Models and heads from files, through `load` and the command line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import outpace
+import tiny
+import tiny_folder
+from heads_files import D2T, HEADS, LAYOUTS, TARGET_ARRAYS, _native, native_mtp, random_head, specforge_eagle3
+from outpace.cli.app import build
+from outpace.config_gguf import to_gguf
+from outpace.heads.config import HeadConfig
+from outpace.models.gguf_names import BLOCK, TOP
+from outpace.models.loading import load_model
+from outpace.types import ModelError, UsageError
+from outpace.weights.gguf import write_gguf
+from outpace.weights.safetensors import read_safetensors, write_safetensors
+from outpace.weights.tensor import Tensor
+
+_LAYERS = replace(tiny_folder.CONFIG, num_hidden_layers=1)
+_COMMON: dict[str, Any] = {"target_layers": 3, "target_hidden_size": 64, "draft_vocab_size": _LAYERS.vocab_size}
+MTP = HeadConfig(algorithm="mtp", layers=_LAYERS, taps=(3,), norm_output=True, **_COMMON)
+EAGLE3 = HeadConfig(
+    algorithm="eagle3", layers=replace(_LAYERS, architecture="llama", qk_norm=False), taps=(0, 2), own_lm_head=True,
+    **_COMMON,
+)  # fmt: skip
+PROMPT = "the cat sat on the mat, the cat sat on the"
+DFLASH = HeadConfig(algorithm="dflash", layers=_LAYERS, taps=(0, 2), block_size=4, mask_token=5, **_COMMON)
+
+
+@pytest.fixture(autouse=True)
+def _home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("OUTPACE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    return tiny_folder.write(tmp_path / "model")
+
+
+@pytest.fixture
+def inside(folder: Path) -> Path:
+    """The model with a head inside."""
+    tensors = {name: tensor.f32() for name, tensor in read_safetensors(folder).items()}
+    write_safetensors(folder / "model.safetensors", tensors | _native(random_head(MTP)))
+    return folder
+
+
+def written(folder: Path, write: Callable[..., Path], config: HeadConfig) -> Path:
+    folder.mkdir()
+    write(folder, config, random_head(config))
+    data = json.loads((folder / "config.json").read_text())
+    data |= {"num_target_layers": 3} if "num_target_layers" in data else {}
+    (folder / "config.json").write_text(json.dumps(data))
+    return folder
+
+
+def answer(folder: Path, **more: Any) -> tuple[list[int], dict[str, list[int]], tuple[str, ...]]:
+    with outpace.load(folder, precision="f32", **more) as model:
+        result = model.generate(PROMPT, max_tokens=40, temperature=4.0, seed=1)
+        return result.token_ids, result.stats.by_source, tuple(drafter.name for drafter in model.drafters)
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+def test_a_head_inside_the_model_drafts(inside: Path, backend: Any) -> None:
+    plain, _, names = answer(inside, draft="none", backend=backend)
+    assert names == ()
+    tokens, sources, names = answer(inside, backend=backend)
+    assert (tokens, names) == (plain, ("mtp", "suffix"))
+    tokens, sources, names = answer(inside, draft="mtp", draft_tokens=3, backend=backend)
+    assert (tokens, names) == (plain, ("mtp",))
+    assert sources["mtp"][0] > 20
+
+
+def test_heads_from_files_draft(folder: Path, tmp_path: Path) -> None:
+    plain, _, _ = answer(folder, draft="none")
+    heads = {
+        "eagle3": written(tmp_path / "e", specforge_eagle3, EAGLE3),
+        "eagle3 ": written(tmp_path / "s", specforge_eagle3, replace(EAGLE3, draft_vocab_size=len(D2T))),
+        "eagle3  ": written(
+            tmp_path / "t", specforge_eagle3, replace(EAGLE3, draft_vocab_size=len(D2T), own_lm_head=False)
+        ),
+        "dflash": written(tmp_path / "d", LAYOUTS["z-lab DFlash"][1], DFLASH),
+    }
+    write_safetensors(tmp_path / "mtp.safetensors", _native(random_head(MTP)))
+    heads["mtp"] = tmp_path / "mtp.safetensors"
+    for kind, path in ((name.strip(), path) for name, path in heads.items()):
+        assert answer(folder, head=path)[::2] == (plain, (kind, "suffix"))
+        tokens, sources, names = answer(folder, draft=kind, head=path, draft_tokens=3)
+        assert (tokens, names) == (plain, (kind,))
+        assert sources[kind][0] > 20
+
+
+def test_what_does_not_fit_says_so(folder: Path, tmp_path: Path) -> None:
+    head = tmp_path / "mtp.safetensors"
+    write_safetensors(head, _native(random_head(MTP)))
+    other = replace(MTP, layers=replace(_LAYERS, hidden_size=96), target_hidden_size=96)
+    write_safetensors(tmp_path / "other.safetensors", _native(random_head(other)))
+    for more, message in (
+        ({"draft": "mtp"}, "has no head inside"),
+        ({"draft": "eagle3"}, "needs head=PATH"),
+        ({"draft": "dflash"}, "needs head=PATH"),
+        ({"draft": "suffix", "head": head}, "a head goes with"),
+        ({"draft": "eagle3", "head": head}, "is a head of kind mtp, not eagle3"),
+        ({"head": tmp_path / "none"}, "no model at"),
+        ({"head": folder}, "no draft head|not a draft head|head"),
+        ({"head": tmp_path / "other.safetensors"}, "other.safetensors: "),
+    ):
+        with pytest.raises((UsageError, ModelError, outpace.HubError), match=message) as caught:
+            outpace.load(folder, **more)  # type: ignore[arg-type]
+        assert "\n" not in str(caught.value)
+
+
+def test_a_damaged_head_inside_is_left_out_with_a_warning_unless_it_was_asked_for(inside: Path) -> None:
+    tensors = {name: tensor.f32() for name, tensor in read_safetensors(inside).items()}
+    del tensors["mtp.fc.weight"]
+    write_safetensors(inside / "model.safetensors", tensors)
+    with pytest.warns(UserWarning, match=r"head inside the model is not used: .*fc\.weight"):
+        assert answer(inside)[2] == ("suffix",)
+    with pytest.raises(ModelError, match=r"fc\.weight"):
+        outpace.load(inside, draft="mtp")
+
+
+def test_a_model_loads_without_the_head_inside(tmp_path: Path) -> None:
+    loaded = load_model(native_mtp(tmp_path, HEADS["mtp"], random_head(HEADS["mtp"])))
+    assert (loaded.head, loaded.config.num_hidden_layers) == (True, 8)
+    assert set(loaded.weights.keys()) == set(TARGET_ARRAYS)
+    # As GGUF, where it is one more layer.
+    config, arrays = tiny.random_model("qwen3")
+    back = {canonical: name for name, canonical in BLOCK.items()}
+    tensors = {name: Tensor.from_array(arrays[canonical]) for name, canonical in TOP.items()}
+    for name, array in arrays.items():
+        if name.startswith("model.layers."):
+            _, _, layer, part = name.split(".", 3)
+            tensors[f"blk.{layer}.{back[part.removesuffix('.weight')]}.weight"] = Tensor.from_array(array)
+    tensors["blk.3.nextn.eh_proj.weight"] = tensors["token_embd.weight"]
+    path = tmp_path / "model.gguf"
+    write_gguf(path, to_gguf(config) | {"qwen3.block_count": 4, "qwen3.nextn_predict_layers": 1}, tensors)
+    loaded = load_model(path)
+    assert (loaded.head, loaded.config.num_hidden_layers) == (True, 3)
+    assert set(loaded.weights.keys()) == set(arrays)
+
+
+def test_the_command_line_takes_a_head(folder: Path, tmp_path: Path) -> None:
+    head = tmp_path / "mtp.safetensors"
+    write_safetensors(head, _native(random_head(MTP)))
+    args = ["generate", "--model", str(folder), PROMPT, "--raw", "--max-tokens", "20", "--seed", "1", "--json"]
+    plain = CliRunner().invoke(build(), [*args, "--no-speculation"])
+    drafted = CliRunner().invoke(build(), [*args, "--head", str(head), "--draft-tokens", "3"])
+    assert (plain.exit_code, drafted.exit_code) == (0, 0), drafted.output
+    a, b = json.loads(plain.stdout), json.loads(drafted.stdout)
+    assert a["text"] == b["text"]
+    assert b["stats"]["drafted"] > 0
