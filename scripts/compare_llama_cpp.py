@@ -33,12 +33,12 @@ from typing import Any
 
 import numpy as np
 
-from outpace.api import load_tokenizer
 from outpace.backends.base import Rows
 from outpace.backends.cores import usable_cores
 from outpace.backends.native import NativeBackend
 from outpace.bench.kernels import processor, tokens
 from outpace.models.loading import load_model
+from outpace.opening import load_tokenizer
 
 TOOLS = Path(__file__).resolve().parent.parent / "build" / "peers" / "llama.cpp" / "bin"
 PROMPTS = (8, 64, 512)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 from fakes import FunctionDrafter, Machine, TableBackend, TreeLaw
 from outpace import costs as costs_module
 from outpace.backends.base import Rows
-from outpace.controller import FIXED_DRAFT, Ask, Controller, Offer
+from outpace.controller import FIXED_DRAFT, Ask, Choice, Controller, Offer
 from outpace.costs import Costs, measure_shape
 from outpace.decode import Decoder, Request
 from outpace.engine import Engine
@@ -304,6 +305,30 @@ def test_steady_requests_draft_a_fixed_length_from_the_main_source_in_any_compan
     assert lengths(ask(steady, 9), ask(free, 9)) == [2, 2]
 
 
+def test_drafts_that_are_made_get_the_rows_they_are_worth() -> None:
+    controller = Controller()
+    for rows in range(1, 20):
+        controller.costs.add_pass(rows, 1.0 if rows <= 8 else 1.5)
+    asked, look_up = offer([0.5] * 15, "head"), offer([0.6] * 5, "look-up", free=True)
+    ask = Ask(Evidence(), 15, [asked, look_up])
+
+    def settle(chances: Sequence[float], *, sure: bool = True, worth: float = 0.1, trial: int = 0) -> tuple[str, int]:
+        new = offer(chances, "head", free=True)
+        assert new.draft is not None
+        new.draft = replace(new.draft, confidence=tuple(chances) if sure else None)
+        choice = Choice(asked, min(len(chances), 9), worth, trial=trial)
+        ((found, length),) = controller.settle([ask], [choice], [new])
+        return (found.source if found is not None else ""), length
+
+    assert settle([0.9] * 15) == ("head", 7)  # up to the step, whatever was planned
+    assert settle([0.99] * 15) == ("head", 15)
+    assert settle([0.2] * 9) == ("look-up", 5)
+    assert settle([], sure=False) == ("look-up", 5)
+    assert settle([0.2] * 9, sure=False) == ("head", 9)  # it says nothing new
+    assert settle([0.2] * 9, worth=0.0) == ("head", 9)
+    assert settle([0.2] * 9, trial=9) == ("head", 9)
+
+
 def test_sources_need_names_of_their_own() -> None:
     twins = [FunctionDrafter(lambda state, n: Draft(), "twin") for _ in range(2)]
     with pytest.raises(UsageError, match="twin"):
@@ -323,10 +348,45 @@ def test_costs_between_and_beyond_measurements() -> None:
     costs.add_pass(16, 12.0)
     assert costs.passes(12, 12)[0] == pytest.approx((1 - 11 / 15) * 4.5 + 11 / 15 * 9.0)
     assert costs.passes(16, 16) == [12.0]
-    assert costs.draft("a") == 0.0
+
+
+def test_the_cost_of_a_draft_is_a_line_over_its_length() -> None:
+    costs = Costs()
+    assert costs.draft("a", 4) == 0.0
     costs.add_draft("a", 4, 2.0)
     costs.add_draft("a", 0, 9.0)
-    assert (costs.draft("a"), costs.draft("b")) == (0.5, 0.0)
+    assert [costs.draft("a", n) for n in (0, 1, 8)] == [0.0, 0.5, 4.0]  # one length: token by token
+    assert costs.draft("b", 1) == 0.0
+    for tokens in (2, 6, 2, 6):
+        costs.add_draft("block", tokens, 0.5, depth=tokens)
+        costs.add_draft("tree", tokens, 0.1 + 0.2 * (tokens // 2), depth=tokens // 2)
+    assert [costs.draft("block", n) for n in (1, 15)] == pytest.approx([0.5, 0.5])
+    assert costs.step("block") == pytest.approx(0.0)
+    assert costs.draft("tree", 4) == pytest.approx(0.5)
+    assert costs.step("tree") == pytest.approx(0.2)
+    # Requests that share the drafter's passes: as the nearest number of them, until they were timed themselves.
+    assert costs.draft("tree", 8, requests=2) == pytest.approx(0.5)
+    costs.add_draft("tree", 8, 0.7, requests=2)
+    assert costs.draft("tree", 8, requests=2) == pytest.approx(0.7)
+    # The machine got slower: the newest timing sets the level, and one interruption nothing.
+    costs.add_draft("tree", 2, 50.0)
+    assert costs.draft("tree", 2) == pytest.approx(0.3)
+    for _ in range(3):
+        costs.add_draft("tree", 2, 0.6)
+    assert costs.draft("tree", 2) == pytest.approx(0.6)
+    # A draft that had to catch up can only have been dear.
+    costs.add_draft("block", 2, 9.0, behind=True)
+    assert costs.draft("block", 2) == pytest.approx(0.5)
+
+
+def test_passes_that_read_a_prompt_say_how_fast_it_is_read() -> None:
+    costs = Costs({1: 1.0, 16: 2.0})
+    costs.add_pass(1, 3.0)
+    alone = costs.passes(100, 100)[0]
+    costs.add_pass(100, 0.5 * alone, reading=True)
+    assert costs.passes(50, 50, reading=True) == pytest.approx([0.5 * costs.passes(50, 50)[0]])
+    assert costs.passes(100, 100) == [alone]
+    assert not costs.knows(100)
 
 
 def test_the_shape_is_measured_in_turns_and_never_falls(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -378,3 +438,53 @@ def test_evidence_of_a_tree_judges_every_sibling_and_no_more_than_was_emitted() 
     evidence.observe(tree, (2,))
     assert evidence.by_confidence("t", [0.75]) == [0.75]  # nobody knows what came next
     assert math.isclose(sum(evidence.by_place("t", 2)), 2 * evidence.by_place("t", 1)[0])
+
+
+def test_gains_of_a_tree_are_counted_by_rank_and_what_got_no_row_gained_nothing() -> None:
+    tree = Draft((1, 2, 3, 4), parents=(-1, -1, 1, 0), source="t")
+    evidence = Evidence()
+    for right in (False, True, True, True) * 30:
+        evidence.observe(tree, (2, 3) if right else (4,), asked=4, verified=3)
+    gains = evidence.gains("t", 4)
+    # The first of a draft is taken for its likeliest; these are not in order, which costs the others nothing.
+    assert gains[0] < 0.1
+    evidence = Evidence()
+    for right in (False, True, True, True) * 30:
+        evidence.observe(tree, (1, 4) if right else (4,), asked=4, verified=3)
+    first, second, third, fourth = evidence.gains("t", 4)
+    assert first == pytest.approx(0.75, abs=0.1)
+    assert max(second, third, fourth) < 0.1  # the fourth was right, without a row
+    assert evidence.rows("t", 4) == pytest.approx([1.0, 1.0, 1.0, 0.0], abs=0.1)
+
+
+def test_lengths_are_tried_step_by_step() -> None:
+    evidence = Evidence()
+    assert len(evidence.gains("a", 15)) == 2
+    evidence.observe(Draft((1, 1), source="a"), (1, 1, 1), asked=2, verified=2)
+    assert len(Evidence(evidence).gains("a", 15)) == 5
+
+
+def test_chances_follow_confidence_within_a_bin() -> None:
+    """A source four times too sure of its unlikely tokens: known for those, and in proportion."""
+    random, evidence, found = np.random.default_rng(0), Evidence(), []
+    for i in range(4000):
+        sure = float(random.choice([0.02, 0.04, 0.16, 0.9]))
+        right = random.random() < (sure / 4 if sure < 0.5 else sure)
+        evidence.observe(Draft((1,), source="a", confidence=(sure,)), (1,) if right else (0,))
+        if i >= 1000 and i % 50 == 0:
+            found.append(evidence.by_confidence("a", [0.02, 0.04, 0.16, 0.9]))
+    low, twice, other, high = np.mean(found, axis=0)
+    assert (low, twice, other) == pytest.approx((0.005, 0.01, 0.04), rel=0.5)
+    assert high == pytest.approx(0.9, abs=0.07)
+    assert evidence.by_confidence("a", [1.0])[0] < 1.0
+
+
+def test_a_trial_that_went_better_than_expected_is_a_surprise() -> None:
+    evidence = Evidence()
+    for _ in range(40):
+        evidence.observe(Draft((1,), source="a"), (2,), asked=1, verified=1)
+    assert not evidence.surprised("a")
+    evidence.observe(Draft((1,), source="a"), (1, 2), asked=1, verified=1)
+    assert evidence.surprised("a")
+    evidence.observe(Draft((1,), source="a"), (2,), asked=1, verified=1)
+    assert not evidence.surprised("a")

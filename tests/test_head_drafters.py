@@ -122,7 +122,7 @@ def scenario(rng: random.Random, name: str) -> int:
 def test_random_scenarios_equal_plain_decoding(name: str, scenarios: int) -> None:
     rng = random.Random(name)
     kept = sum(scenario(rng, name) for _ in range(scenarios))
-    assert kept > scenarios // 4
+    assert kept > scenarios // 2
 
 
 # --------------------------------------------------------------------------------------------- drafts of known heads
@@ -151,55 +151,75 @@ def text(drafter: FeatureReader, tokens: Sequence[int], vocab: int = V, **opts: 
     return known(State(list(tokens), sampler), drafter, len(tokens))
 
 
-def expected_tree(state: State, want: Want) -> list[tuple[tuple[int, ...], float]]:
-    """Paths with their chances, best first: of all candidates of all nodes down to the depth that can matter."""
-    room, nodes, level = max(want.most, want.stretch), [], [((), 1.0)]
+Node = tuple[tuple[int, ...], float]
+
+
+def expected_tree(state: State, want: Want) -> list[Node]:
+    """Paths with their chances, best first: all candidates of all nodes that may have children among the best."""
+    room = max(want.most, want.stretch)
+    nodes: list[Node] = []
+    level: list[Node] = [((), 1.0)]
+    first: list[float] = []
     for _ in range(room):
         below = []
         for path, reach in level:
             found = state.sampler.candidates(table([*state.tokens[1:], *path]), room, path)
             chances = [sure for _, sure in found] if want.chances is None else want.chances([c for _, c in found])
-            below += [((*path, t), reach * c) for (t, _), c in zip(found, chances, strict=True)]
-        nodes += below
-        level = below
-    nodes.sort(key=lambda node: -node[1])
-    return [node for node in nodes if node[1] >= want.worth][:room]
+            below += [((*path, token), reach * chance) for (token, _), chance in zip(found, chances, strict=True)]
+        nodes = sorted([*nodes, *below], key=lambda node: -node[1])
+        first = first or [reach for _, reach in below]
+        level = [node for node in below if node in nodes[: room - 1] and node[1] >= want.worth]
+        if sum(max(0.0, reach * chance - want.worth) for _, reach in level for chance in first) <= want.step:
+            break
+    end = next((i + 1 for i, (_, reach) in enumerate(nodes) if reach < want.worth), len(nodes))
+    return nodes[: min(end, room)]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(
-    ("most", "stretch", "worth"), [(1, 0, 0.9), (4, 0, 1e-9), (3, 5, 0.1), (5, 0, 0.3), (2, 4, 0.6)]
+    ("most", "stretch", "worth", "step"),
+    [(1, 0, 0.9, 0), (4, 0, 1e-9, 0), (3, 5, 0.1, 0), (5, 0, 0.3, 0), (2, 4, 0.1, 0.2), (9, 0, 0.01, 9)],
 )
-def test_a_tree_is_the_best_of_all_trees(temperature: float, most: int, stretch: int, worth: float) -> None:
-    bushy = 0
-    for seed, halve in itertools.product(range(6), (None, lambda sure: [0.5 + c / 2 for c in sure])):
+def test_a_tree_is_the_best_of_all_trees(
+    temperature: float, most: int, stretch: int, worth: float, step: float
+) -> None:
+    shapes = set()
+    for seed, halve in itertools.product(range(5), (None, lambda sure: [0.5 + c / 2 for c in sure])):
         head = TableHead(table)
         drafter = HeadDrafter(head)
         state = text(drafter, (1, 2, 3, seed % V, 4), temperature=temperature, seed=seed)
-        want = Want(state, most, stretch, worth, -1.0, halve)  # a further pass costs nothing: all that is worth its row
+        want = Want(state, most, stretch, worth, step, halve)
         (draft,) = drafter.propose([want])
         wanted = expected_tree(state, want)
-        assert [draft.path(i) for i in range(len(wanted))] == [path for path, _ in wanted]
-        assert len(draft) <= max(most, stretch)
+        assert [draft.path(i) for i in range(len(draft))] == [path for path, _ in wanted]
         assert draft.confidence is not None
         assert draft.q == (None,) * len(draft)
         # The text, then at most a pass for each level but the last.
         assert head.rows[0] == 4
         assert len(head.rows) <= max(draft.depths(), default=0) + 1
-        bushy += draft.parents is not None
+        assert len(head.rows) == 1 or step < 9
         assert draft.cut(2).checked(V).tokens == draft.tokens[:2]
-    assert bushy or most < 3 or worth > 0.5
+        shapes.add(draft.parents)
+    assert len(shapes) > 1 or most in (1, 9)
 
 
-def test_a_level_that_promises_less_than_its_pass_costs_is_not_made() -> None:
-    depths = []
-    for step in (0.0, 0.3, 0.8, 2.0):
+def test_the_best_tree_of_all_there_are() -> None:
+    """Every token at every place looked at: nothing that was left out is likelier than what was drafted."""
+    for seed in range(4):
         drafter = HeadDrafter(TableHead(table))
-        (draft,) = drafter.propose([Want(text(drafter, (1, 2, 3, 4)), 8, 0, 1e-3, step)])
-        depths.append(max(draft.depths()))
-    assert depths == sorted(depths, reverse=True)
-    assert depths[0] > 2
-    assert depths[-1] == 1
+        state = text(drafter, (1, 2, 3, seed), seed=seed)
+        (draft,) = drafter.propose([Want(state, 4, 0, 1e-12)])
+        all_nodes: list[Node] = []
+        level: list[Node] = [((), 1.0)]
+        for _ in range(4):
+            deeper = []
+            for path, reach in level:
+                p = np.exp(table([*state.tokens[1:], *path]).astype(np.float64))
+                deeper += [((*path, token), reach * share) for token, share in enumerate((p / p.sum()).tolist())]
+            all_nodes += deeper
+            level = deeper
+        best = sorted(all_nodes, key=lambda node: -node[1])[:4]
+        assert [draft.path(i) for i in range(4)] == [path for path, _ in best]
 
 
 def test_texts_together_have_the_drafts_they_have_alone() -> None:

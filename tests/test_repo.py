@@ -28,8 +28,11 @@ LAYERS = (
     ("proposing",),
     ("decode",),
     ("engine", "self_draft"),
+    ("opening",),
     ("api", "speculator"),
+    ("calibrate",),
     ("bench",),
+    ("train",),
     ("cli",),
 )
 RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
@@ -119,7 +122,8 @@ def test_a_wrong_arrow_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 @pytest.mark.parametrize("path", MODULES, ids=module_name)
 def test_the_package_needs_nothing_that_only_tests_have(path: Path) -> None:
-    assert {name.split(".")[0] for name, _ in imports(path)} & TEST_ONLY == set()
+    allowed = {"torch"} if path.name == "torch_or_say.py" else set()  # of the extra `train`, missed in one clear line
+    assert ({name.split(".")[0] for name, _ in imports(path)} & TEST_ONLY) <= allowed
 
 
 @pytest.mark.parametrize("path", MODULES, ids=module_name)

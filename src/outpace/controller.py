@@ -61,9 +61,8 @@ class Ask:
 class Choice:
     """One offer and its length. None: no draft.
 
-    worth, step, stretch: what the source is told with it (drafters/base.py: Want); 0 where the length is fixed.
-    fallback: an offer whose draft is there already, for the case that the chosen source comes to nothing. trial: tokens
-    that the source drafts so that its cost is known; only `length` of them are verified.
+    worth, step, stretch: what the source is told with it (drafters/base.py: Want); 0 where the length is fixed. trial:
+    tokens that the source drafts so that its cost is known; only `length` of them are verified.
     """
 
     offer: Offer | None = None
@@ -71,19 +70,12 @@ class Choice:
     worth: float = 0.0
     step: float = 0.0
     stretch: int = 0
-    fallback: Offer | None = None
     trial: int = 0
 
     @property
     def asks(self) -> str:
         """The source that has to draft now; "" for none."""
         return self.offer.source if self.offer is not None and self.offer.draft is None and self.length else ""
-
-    @property
-    def draft(self) -> Draft:
-        """What is there already: the chosen draft, or the fallback of one that has to be made."""
-        ready = self.fallback if self.asks else self.offer
-        return ready.draft.cut(self.length) if ready is not None and ready.draft is not None else Draft()
 
 
 class Controller:
@@ -111,10 +103,36 @@ class Controller:
         found = self._by_evidence(base, [asks[i] for i in free], others + len(asks), reading=rows > others)
         for i, choice in zip(free, found, strict=True):
             choices[i] = choice
-            if choice.asks:
-                ready = [offer for offer in asks[i].offers if offer.draft is not None and offer.gains]
-                choice.fallback = max(ready, key=lambda offer: sum(offer.gains[: choice.length]), default=None)
         return choices
+
+    def settle(
+        self,
+        asks: Sequence[Ask],
+        choices: Sequence[Choice],
+        made: Sequence[Offer | None],
+        rows: int = 0,
+        others: int = 0,
+    ) -> list[tuple[Offer | None, int]]:
+        """For each request the draft that is verified, an offer and a length. made: what the chosen sources drafted.
+
+        Drafts that say how sure their source is get the rows that they turned out to be worth; one that there already
+        was takes their place where it is worth more.
+        """
+        settled = [(new or choice.offer, choice.length) for choice, new in zip(choices, made, strict=True)]
+        judged = [i for i, new in enumerate(made) if new is not None and choices[i].worth and not choices[i].trial]
+        judged = [i for i in judged if _tells(made[i])]
+        if not judged:
+            return settled
+        fixed = [pair for i, pair in enumerate(settled) if i not in judged]
+        base = rows + len(asks) + sum(length for _, length in fixed)
+        sure = others + len(asks) + sum(sum(offer.gains[:length]) for offer, length in fixed if offer is not None)
+        drafts = [[made[i], *asks[i].offers] for i in judged]
+        offers = [[o for o in each if o is not None and o.draft is not None and o.gains] for each in drafts]
+        most = sum(max((len(offer.gains) for offer in each), default=0) for each in offers)
+        plan = _Planner(self.costs, sure, self.costs.passes(base, base + most, reading=rows > others)).best(offers)
+        for i, offer, length in zip(judged, plan.offers, plan.counts(), strict=True):
+            settled[i] = (offer, length)
+        return settled
 
     def _is_steady(self, ask: Ask) -> bool:
         return self.fixed is not None or ask.evidence.steady
@@ -161,7 +179,8 @@ class Controller:
                 )
                 choices[i] = Choice(offer, 1, planner.worth(plan.rate), planner.step(plan.rate, offer), trial=tokens)
                 return
-        if not self._idle or not costly:
+        surprised = any(asks[i].evidence.surprised(offer.source) for i, offer in costly)
+        if not costly or not self._idle or (self._idle < _PROBE_EVERY[0] and not surprised):
             return
         trials = [(planner.plan([offer], least=1), i) for i, offer in costly]
         trial, i = max(trials, key=lambda each: each[0].rate)
@@ -174,6 +193,11 @@ class Controller:
             choices[i] = planner.choices(trial)[0]
 
 
+def _tells(made: Offer | None) -> bool:
+    """Whether a draft that was made says more about its worth than was known before."""
+    return made is not None and made.draft is not None and (made.draft.confidence is not None or not len(made.draft))
+
+
 @dataclass(slots=True)
 class _Plan:
     """For each request an offer; the requests in the order in which they get their tokens; what is expected of it."""
@@ -181,18 +205,26 @@ class _Plan:
     offers: Sequence[Offer | None]
     order: Sequence[int]
     rows: float
+    pass_s: float
     seconds: float
     rate: float  # tokens a second
+
+    def counts(self) -> list[int]:
+        """How many tokens of each request's offer."""
+        return [self.order.count(i) for i in range(len(self.offers))]
 
 
 class _Planner:
     """Plans of one pass. sure: tokens that it emits without any draft. rows_s: its seconds by rows of drafts."""
 
-    def __init__(self, costs: Costs, sure: int, rows_s: Sequence[float]) -> None:
+    def __init__(self, costs: Costs, sure: float, rows_s: Sequence[float]) -> None:
         self.costs, self.sure, self.rows_s = costs, sure, rows_s
 
     def best(self, offers: Sequence[Sequence[Offer]]) -> _Plan:
         """The plan with the most expected tokens a second. offers: of each request."""
+        if len(offers) == 1:
+            plans = [self.plan([offer]) for offer in offers[0]] or [self.plan([None])]
+            return max(plans, key=lambda each: each.rate)
         picked = [self._pick(each) for each in offers]
         plan = self.plan(picked)
         if any(offer is not None and offer.draft is None for offer in picked):
@@ -210,47 +242,48 @@ class _Planner:
     def plan(self, offers: Sequence[Offer | None], least: int = 0) -> _Plan:
         """Rows handed out one by one, each to the offer whose next token promises most; the count with the most
         expected tokens a second, at least `least` where there are as many."""
-        chosen, order = [0] * len(offers), []
-        drafts: dict[str, list[int]] = {}  # source -> requests and tokens drafted for them
-        drafting: dict[str, float] = {}
+        chosen, order = [0] * len(offers), list[int]()
+        asked: dict[str, list[int]] = {}  # source that drafts when it is chosen -> requests, and tokens for them
         # (minus the chance that the request's next row is reached and accepted, the request)
         heap = [(-offer.gains[0], i) for i, offer in enumerate(offers) if offer is not None]
         heapq.heapify(heap)
-        tokens, rows, took = float(self.sure), 0.0, self.rows_s[0]
-        best = _Plan(offers, [], 0.0, took, 0.0 if least and heap else tokens / took)
+        rows_s = self.rows_s
+        tokens, rows, pass_s, took = self.sure, 0.0, rows_s[0], rows_s[0]
+        # count of tokens, rows, seconds of the pass, with the drafting; tokens a second
+        best = 0, rows, pass_s, took, (0.0 if least and heap else tokens / took)
         while heap:
-            minus_gain, i = heapq.heappop(heap)
+            minus_gain, i = heap[0]
             offer = offers[i]
             assert offer is not None
+            n, at = chosen[i], len(order)
+            row = 1.0 if offer.rows is None else offer.rows[n]
             tokens -= minus_gain
-            rows += 1.0 if offer.rows is None else offer.rows[chosen[i]]
-            chosen[i] += 1
+            rows += row
+            pass_s += row * (rows_s[at + 1] - rows_s[at])
+            chosen[i] = n + 1
             order.append(i)
+            took = pass_s
             if offer.draft is None:
-                made = drafts.setdefault(offer.source, [0, 0])
-                made[0] += chosen[i] == 1
-                made[1] += 1
-                drafting[offer.source] = self.costs.draft(offer.source, made[1], made[0])
-            took = self._pass_s(rows) + sum(drafting.values())
-            if len(order) >= least and tokens / took > best.rate:
-                best = _Plan(offers, order[:], rows, took, tokens / took)
-            if chosen[i] < len(offer.gains):
-                heapq.heappush(heap, (-offer.gains[chosen[i]], i))
-        return best
-
-    def _pass_s(self, rows: float) -> float:
-        """Seconds of a pass with so many rows of drafts in expectation."""
-        low = min(int(rows), len(self.rows_s) - 1)
-        high = min(low + 1, len(self.rows_s) - 1)
-        return self.rows_s[low] + (rows - low) * (self.rows_s[high] - self.rows_s[low])
+                drafts = asked.setdefault(offer.source, [0, 0])
+                drafts[0] += not n
+                drafts[1] += 1
+            for source, drafts in asked.items():
+                took += self.costs.draft(source, drafts[1], drafts[0])
+            if tokens > best[4] * took and at + 1 >= least:
+                best = at + 1, rows, pass_s, took, tokens / took
+            if n + 1 < len(offer.gains):
+                heapq.heapreplace(heap, (-offer.gains[n + 1], i))
+            else:
+                heapq.heappop(heap)
+        return _Plan(offers, order[: best[0]], *best[1:])
 
     def choices(self, plan: _Plan) -> list[Choice]:
         """What the plan means for each request. Drafts may go on beyond it while rows cost about the same."""
-        counts = [plan.order.count(i) for i in range(len(plan.offers))]
-        worth = self.worth(plan.rate, plan.rows)
+        counts = plan.counts()
+        worth = max(_NOTHING, plan.rate * (plan.pass_s - self.rows_s[0]) / plan.rows) if plan.rows else _NOTHING
         asked = [offer.source for offer, n in zip(plan.offers, counts, strict=True) if offer is not None and n]
         stretch = len(plan.order)
-        while stretch + 1 < len(self.rows_s) and self.worth(plan.rate, stretch + 1, stretch) <= 2.0 * worth:
+        while stretch + 1 < len(self.rows_s) and self.worth(plan.rate, stretch) <= 2.0 * worth:
             stretch += 1
         choices = []
         for offer, n in zip(plan.offers, counts, strict=True):
@@ -261,11 +294,9 @@ class _Planner:
                 choices.append(Choice(offer, n, worth, step, min(2 * n + 1, n + stretch - len(plan.order))))
         return choices
 
-    def worth(self, rate: float, rows: float = 1.0, first: float = 0.0) -> float:
-        """Expected tokens that an average row of the first .. rows-th of drafts has to bring."""
-        if rows <= first:
-            return _NOTHING
-        return max(_NOTHING, rate * (self._pass_s(rows) - self._pass_s(first)) / (rows - first))
+    def worth(self, rate: float, rows: int = 0) -> float:
+        """Expected tokens that one more row than so many of drafts has to bring."""
+        return max(_NOTHING, rate * (self.rows_s[rows + 1] - self.rows_s[rows]))
 
     def step(self, rate: float, offer: Offer) -> float:
         """Expected tokens that a further pass of the offer's source has to bring."""

@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from .backends.base import Backend, Rows
+from .json_file import write_json
 from .types import CapacityError
 
 _ROW_PRIOR = 0.08  # T(rows) / T(1) - 1 per further row where nothing is known
@@ -94,11 +94,12 @@ class _DraftCost:
         self.by_depth.add(depth, seconds, now)
 
     def at(self, tokens: int, requests: int) -> float:
-        if requests not in self.by_tokens:
+        line = self.by_tokens.get(requests)
+        if line is None:
             # As for the nearest number of requests, each with as many tokens: they share the drafter's passes.
             nearest = min(self.by_tokens, key=lambda known: abs(known - requests))
             return self.by_tokens[nearest].at(tokens * nearest / requests)
-        return self.by_tokens[requests].at(tokens)
+        return line.at(tokens)
 
 
 class Costs:
@@ -110,6 +111,7 @@ class Costs:
 
     def __init__(self, shape: Mapping[int, float] | None = None) -> None:
         self._shape = sorted((shape or {}).items())
+        self._ratios: dict[int, float] = {}
         self._passes: dict[int, Timing] = {}
         self._reading = Timing()  # of passes that read a prompt, too: times of what their rows would cost
         self._drafts: dict[str, _DraftCost] = {}
@@ -150,7 +152,8 @@ class Costs:
 
     def draft(self, source: str, tokens: int = 1, requests: int = 1) -> float:
         """Seconds of drafts of so many tokens in all for so many requests at once; 0.0 before the first."""
-        return self._drafts[source].at(tokens, requests) if tokens and self.timed(source) else 0.0
+        cost = self._drafts.get(source)
+        return cost.at(tokens, requests) if cost is not None and tokens else 0.0
 
     def step(self, source: str) -> float:
         """Seconds by which a draft costs more that is one token deeper; 0.0 before the first."""
@@ -186,6 +189,11 @@ class Costs:
 
     def _ratio(self, rows: int) -> float:
         """T(rows) / T(1) by the shape, or by the prior."""
+        if rows not in self._ratios:
+            self._ratios[rows] = self._find_ratio(rows)
+        return self._ratios[rows]
+
+    def _find_ratio(self, rows: int) -> float:
         shape = self._shape
         if len(shape) < 2:
             return 1.0 + _ROW_PRIOR * (rows - 1)
@@ -239,9 +247,6 @@ def kept_shape(target: Backend, file: Path | None, key: str) -> dict[int, float]
             return shape
     shape = measure_shape(target)
     if file is not None and shape:
-        part = file.with_name(f".{file.name}.{os.getpid()}.part")
         with contextlib.suppress(OSError):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            part.write_text(json.dumps({**kept, key: shape}) + "\n", encoding="utf-8")
-            os.replace(part, file)
+            write_json(file, {**kept, key: shape})
     return shape

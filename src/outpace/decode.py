@@ -152,7 +152,7 @@ class Decoder:
     """Runs rounds for any number of requests on one target.
 
     drafters: where drafts come from, the main one first (rules that need a fixed source take it alone); without any
-    it decodes plainly: the same tokens, one a round.
+    it decodes plainly: the same tokens, one a round. total: what all requests came to, each pass counted once.
     """
 
     def __init__(self, target: Backend, drafters: Sequence[Drafter] = (), controller: Controller | None = None) -> None:
@@ -166,6 +166,7 @@ class Decoder:
             raise UsageError(f"one drafter can read hidden states, got {', '.join(each.name for each in readers)}")
         self.reader = readers[0] if readers else None
         self.controller = controller or Controller()
+        self.total = Stats()
         self._proposer = Proposer(self.drafters, self.controller, target.config.vocab_size)
         # Each request has its row and room for a short draft, however much of a prompt another one brings: rules that
         # draft a fixed length must not depend on company.
@@ -216,16 +217,20 @@ class Decoder:
         done = time.perf_counter()
         decoding = all(len(share.reading) == 1 for share in shares)
         self.controller.costs.add_pass(first_row, passed_at - drafted_at, reading=not decoding)
-        for share, before in zip(shares, emitted, strict=True):
-            stats = share.request.stats
-            if len(share.reading) > 1:
+        tokens = [share.request.emitted - before for share, before in zip(shares, emitted, strict=True)]
+        self.total.tokens += sum(tokens)
+        shared = [(self.total, all(len(share.reading) > 1 for share in shares), sum(tokens))]
+        for share, n in zip(shares, tokens, strict=True):
+            shared.append((share.request.stats, len(share.reading) > 1, n))
+        for stats, reads, n in shared:
+            if reads:
                 stats.prefill_s += done - start
             else:
                 stats.draft_s += drafted_at - start
                 stats.forward_s += passed_at - drafted_at
                 stats.verify_s += done - passed_at
                 stats.decode_s += done - start
-                stats.decode_tokens += share.request.emitted - before
+                stats.decode_tokens += n
 
     # -- before the pass
 
@@ -296,8 +301,6 @@ class Decoder:
 
     def _emit(self, request: Request, draft: Draft, verdict: Verdict, logits: F32) -> tuple[int, ...]:
         """Emits the verdict's tokens, up to the one that ends the answer; returns the draft tokens that stay read."""
-        stats = request.stats
-        stats.rounds += 1
         wants_logprobs = request.opts.logprobs is not None
         nodes = (verify.ROOT, *verdict.kept)
         tokens = (*(draft.tokens[i] for i in verdict.kept), verdict.next_token)
@@ -309,18 +312,10 @@ class Decoder:
                 break
         emitted = request.emitted - before
         accepted = min(emitted, len(verdict.kept))
-        request.rounds.append(Round(len(draft), accepted, draft.source if len(draft) else ""))
-        stats.drafted += len(draft)
-        stats.accepted += accepted
-        if len(draft):
-            counts = stats.by_source.setdefault(draft.source, [0, 0])
-            counts[0] += len(draft)
-            counts[1] += accepted
         depth = max(draft.depths(), default=0)
-        for counts, n in ((stats.drafted_at, depth), (stats.accepted_at, accepted)):
-            counts.extend([0] * (depth - len(counts)))
-            for i in range(n):
-                counts[i] += 1
+        request.rounds.append(Round(len(draft), accepted, draft.source if len(draft) else "", depth))
+        for stats in (request.stats, self.total):
+            stats.count(request.rounds[-1])
         return verdict.kept[: emitted - 1]
 
 

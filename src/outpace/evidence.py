@@ -31,8 +31,10 @@ class Evidence:
         self.steady = False
         self._above = above
         self._memory = _MEMORY if above is not None else _MEMORY**0.25
-        # tried (for confidences: their sum) and kept
-        self._counts: dict[_Cell, tuple[float, float]] = {}
+        # tried and kept, and the source's age when they were counted; of confidences: their sum, and kept
+        self._counts: dict[_Cell, tuple[float, float, int]] = {}
+        self._trusts: dict[tuple[str, int], tuple[float, float]] = {}
+        self._age: dict[str, int] = {}  # by source: how often its counts have faded
         self._trees: set[str] = set()
         self._surprised: set[str] = set()
 
@@ -76,7 +78,7 @@ class Evidence:
     def by_confidence(self, source: str, confidence: Sequence[float]) -> list[float]:
         """The same for tokens that the source is so sure of (0 .. 1): that, times how much too sure it was when it was
         about as sure before."""
-        return [min(_SUREST, sure * self._trust((source, "sure", _bin(sure)))) for sure in confidence]
+        return [min(_SUREST, sure * self._trust(source, _bin(sure))) for sure in confidence]
 
     def surprised(self, source: str) -> bool:
         """Whether the latest draft that the source was asked for was right where little was expected of it."""
@@ -87,8 +89,9 @@ class Evidence:
         source was asked for a draft of so many tokens, of which the first `verified` got a row; those it did not make,
         or that were not worth one, gained nothing."""
         path = draft.follow(emitted)
-        if len(draft) or asked:
-            self._fade(draft.source)
+        if not len(draft) and not asked:
+            return
+        self._fade(draft.source)
         if asked:
             self._look_back(draft, path, emitted, asked, verified)
         for depth, parent in enumerate((-1, *path)[: len(emitted)]):
@@ -109,16 +112,20 @@ class Evidence:
         if draft.parents is not None:
             self._note_tree(source)
         self._surprised.discard(source)
-        if path and self.gains(source, 1)[0] < 0.5:
+        if path and self._first_chance(draft) < 0.5:
             self._surprised.add(source)
-        depths = draft.depths()
+        depths, tree = draft.depths(), self._is_tree(source)
         for rank in range(asked):
             self._add((source, "row", rank), rank < verified)
             # Of a round that ended the answer within the draft nobody knows what would have come.
-            if self._is_tree(source) and (
-                len(path) < len(emitted) or (rank < len(depths) and depths[rank] <= len(path))
-            ):
+            if tree and (len(path) < len(emitted) or (rank < len(depths) and depths[rank] <= len(path))):
                 self._add((source, "rank", rank), rank < verified and rank in path)
+
+    def _first_chance(self, draft: Draft) -> float:
+        """The chance that one of the draft's first tokens is right, by what was known when it was made."""
+        if draft.confidence is None:
+            return self.by_place(draft.source, 1)[0]
+        return sum(self.by_confidence(draft.source, [draft.confidence[child] for child in draft.children(-1)]))
 
     def _longest(self, source: str) -> int:
         """Tokens of the longest draft that any request asked the source for."""
@@ -134,41 +141,43 @@ class Evidence:
         if self._above is not None:
             self._above._note_tree(source)
 
+    def _count(self, cell: _Cell) -> tuple[float, float]:
+        """Tried and kept, as faded by now."""
+        found = self._counts.get(cell)
+        if found is None:
+            return 0.0, 0.0
+        weight = self._memory ** (self._age[cell[0]] - found[2])
+        return weight * found[0], weight * found[1]
+
     def _chance(self, cell: _Cell, prior: float) -> float:
         if self._above is not None:
             prior = self._above._chance(cell, prior)
-        tried, kept = self._counts.get(cell, (0.0, 0.0))
+        tried, kept = self._count(cell)
         return (kept + _WEIGHT * prior) / (tried + _WEIGHT)
 
     def _add(self, cell: _Cell, success: bool) -> None:
-        tried, kept = self._counts.get(cell, (0.0, 0.0))
-        self._counts[cell] = tried + 1.0, kept + success
+        tried, kept = self._count(cell)
+        self._counts[cell] = tried + 1.0, kept + success, self._age[cell[0]]
         if self._above is not None:
             self._above._add(cell, success)
 
-    def _trust(self, cell: _Cell) -> float:
+    def _trust(self, source: str, step: int) -> float:
         """Successes over the sum of confidences, 1 where nothing is known."""
-        prior = self._above._trust(cell) if self._above is not None else 1.0
-        promised, kept = self._counts.get(cell, (0.0, 0.0))
+        prior = self._above._trust(source, step) if self._above is not None else 1.0
+        promised, kept = self._trusts.get((source, step), (0.0, 0.0))
         return (kept + prior) / (promised + 1.0)
 
     def _judge(self, source: str, sure: float, success: bool) -> None:
-        cell = (source, "sure", _bin(sure))
-        promised, kept = self._counts.get(cell, (0.0, 0.0))
-        self._counts[cell] = self._memory * promised + sure, self._memory * kept + success
+        cell = (source, _bin(sure))
+        promised, kept = self._trusts.get(cell, (0.0, 0.0))
+        self._trusts[cell] = self._memory * promised + sure, self._memory * kept + success
         if self._above is not None:
             self._above._judge(source, sure, success)
 
     def _fade(self, source: str) -> None:
         """Old observations count for less. Places fade all together, so that one bad start does not rule out for ever a
         place that was not reached since."""
-        for kind in ("place", "rank", "row"):
-            for place in itertools.count():
-                cell = (source, kind, place)
-                if cell not in self._counts:
-                    break
-                tried, kept = self._counts[cell]
-                self._counts[cell] = self._memory * tried, self._memory * kept
+        self._age[source] = self._age.get(source, 0) + 1
         if self._above is not None:
             self._above._fade(source)
 

@@ -74,7 +74,13 @@ class Proposer:
         asks = [Ask(request.evidence, most, []) for request, most in zip(requests, limits, strict=True)]
         self._offer(requests, asks, proposals)
         choices = self._controller.choose(asks, rows, others)
-        self._draft_chosen(requests, asks, choices, proposals)
+        made = self._draft_chosen(requests, choices, proposals)
+        for proposal, (offer, length) in zip(
+            proposals, self._controller.settle(asks, choices, made, rows, others), strict=True
+        ):
+            if offer is not None and offer.draft is not None:
+                proposal.draft = offer.draft.cut(length)
+                proposal.verified = len(proposal.draft) if offer.draft is proposal.made else 0
         for request, proposal in zip(requests, proposals, strict=True):
             try:
                 proposal.draft = _allowed(proposal.draft, request.opts.constraint)
@@ -99,16 +105,10 @@ class Proposer:
                     asks[i].offers.append(Offer(drafter.name, gains, main=main, rows=rows))
 
     def _draft_chosen(
-        self,
-        requests: Sequence[Drafting],
-        asks: Sequence[Ask],
-        choices: Sequence[Choice],
-        proposals: Sequence[Proposal],
-    ) -> None:
-        """Third step: the chosen drafts; those that cost something are made here, and timed."""
-        costs = self._controller.costs
-        for proposal, choice in zip(proposals, choices, strict=True):
-            proposal.draft = choice.draft
+        self, requests: Sequence[Drafting], choices: Sequence[Choice], proposals: Sequence[Proposal]
+    ) -> list[Offer | None]:
+        """Third step: the drafts of chosen sources that cost something, timed; None for requests without."""
+        made: list[Offer | None] = [None] * len(requests)
         for drafter in self._drafters:
             chosen = [i for i, choice in enumerate(choices) if choice.asks == drafter.name]
             if not chosen:
@@ -121,17 +121,18 @@ class Proposer:
             seconds = time.perf_counter() - start
             tokens = max(1, sum(map(len, drafts)))  # a draft that came to nothing took its time, too
             depth = max(1, *(max(draft.depths(), default=0) for draft in drafts))
-            costs.add_draft(drafter.name, tokens, seconds, depth=depth, requests=len(chosen), behind=behind)
+            self._controller.costs.add_draft(
+                drafter.name, tokens, seconds, depth=depth, requests=len(chosen), behind=behind
+            )
             for i, draft in zip(chosen, drafts, strict=True):
-                proposal, choice = proposals[i], choices[i]
-                # A source that knows how sure it is could have gone on, and said by not doing so that it was not.
-                asked = choice.length if draft.confidence is None else max(choice.length, choice.stretch)
-                proposal.made, proposal.asked = draft, asked
-                proposal.verified = _worthy(draft, choice, requests[i].evidence)
-                if proposal.verified:
-                    proposal.draft = draft.cut(proposal.verified)
+                made[i] = _made(draft, requests[i].evidence)
+                proposals[i].made, proposals[i].asked = draft, choices[i].length
+                if draft.confidence is not None:
+                    # A source that knows how sure it is could have gone on, and said by not doing so that it was not.
+                    proposals[i].asked = max(choices[i].length, choices[i].stretch)
         for request, choice in zip(requests, choices, strict=True):
             request.drafted_by = choice.asks
+        return made
 
     def _draft(self, drafter: Drafter, wanted: Sequence[tuple[Drafting, Want]]) -> list[Draft]:
         """What the drafter proposes, checked. One that fails is left out from here on for these requests."""
@@ -162,17 +163,6 @@ def leave_out(name: str, requests: Sequence[Drafting], error: Exception) -> None
         request.without.add(name)
     why = str(error) if isinstance(error, OutpaceError) else f"{type(error).__name__}: {error}"
     warnings.warn(f"drafter {name} failed and is left out for this request: {why}", stacklevel=8)
-
-
-def _worthy(draft: Draft, choice: Choice, evidence: Evidence) -> int:
-    """How many of the draft's first tokens are worth their rows. The others cost no more than their drafting, and what
-    comes of the round judges the nearest of them, too."""
-    if choice.trial:
-        return min(len(draft), choice.length)
-    if not choice.worth or draft.confidence is None:
-        return len(draft)
-    gains = _made(draft, evidence).gains
-    return next((i for i, gain in enumerate(gains) if gain < choice.worth), len(draft))
 
 
 def _made(draft: Draft, evidence: Evidence, main: bool = True) -> Offer:

@@ -369,11 +369,13 @@ class Sampler:
         """
         row, place = self.processed(logits, ahead), self.position + len(ahead)
         first = self._choose(row, place)
-        scale = np.float32(min(max(self.opts.temperature or 1.0, 1e-6), 1e6))
-        top = row.max()
-        tokens = np.flatnonzero(row >= top - _NO_CHANCE * scale)
-        pace = np.exp((row[tokens] - top) / scale, dtype=np.float64)
-        rest = float(np.exp((row - top) / scale).sum()) - float(pace.sum())
+        weights = row - row.max()
+        if self.opts.temperature:
+            weights /= np.float32(min(max(self.opts.temperature, 1e-6), 1e6))
+        tokens = np.flatnonzero(weights >= -_NO_CHANCE)
+        np.exp(weights, out=weights)
+        pace = weights[tokens].astype(np.float64)
+        rest = float(weights.sum()) - float(pace.sum())
         if self.opts.temperature:
             for keep in _filters(self.opts):
                 chosen = keep(pace / pace.sum())
@@ -381,7 +383,8 @@ class Sampler:
                     tokens, pace, rest = tokens[chosen], pace[chosen], 0.0
             pace = pace / exponentials(self.noise.key(Stream.TOKEN, place), tokens)
         share = pace / (pace.sum() + max(0.0, rest))
-        found = {int(tokens[i]): float(share[i]) for i in _largest(share, n)}
+        best = _largest(share, n)
+        found = dict(zip(tokens[best].tolist(), share[best].tolist(), strict=True))
         others = [(token, sure) for token, sure in found.items() if token != first]
         return [(first, found.get(first, float(share.max()))), *others[: n - 1]]
 

@@ -98,8 +98,8 @@ def info(
 
 def describe(loaded: LoadedModel) -> dict[str, Any]:
     """The facts about a model that people ask for; bytes: of its weight files. tensors: how many of each kind."""
-    from ..api import load_tokenizer
     from ..models.names import expected_tensors
+    from ..opening import load_tokenizer
 
     config, path = loaded.config, loaded.path
     weights = [path] if path.is_file() else sorted(path.glob("*.safetensors"))

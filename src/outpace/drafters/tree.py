@@ -2,13 +2,14 @@
 
 Neighbour: head.py, which computes the logits after all tokens of a level in one pass. Source: EAGLE-2 (arXiv
 2406.16858), whose trees follow the confidences of the head; here what became of tokens of such confidence turns it into
-a chance (Want.chances), and a branch ends where its next token is not worth the row that verifies it. A draft of fixed
-length is a chain, drawn as the request's rule wants it.
+a chance (Want.chances), branches end where their next token is not worth the row that verifies it, and the tree where
+the next level does not promise to be worth its pass. A draft of fixed length is a chain, drawn as the request's rule
+wants it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from ..types import F32, Distribution, Draft, NumericalError
 from .base import Want
@@ -33,7 +34,6 @@ class Tree:
         self._q: list[Distribution | None] = []
         self._confidence: list[float] = []
         self._reach: list[float] = []  # the chance that a node and all before it are accepted
-        self._first: list[float] = []  # of the tokens that follow the text
 
     def grow(self, logits: Iterable[F32]) -> None:
         """Gives each node of the frontier its next tokens; logits: float32 [vocab_size] for each of them, taken one by
@@ -43,18 +43,13 @@ class Tree:
             self._branch(node, row)
         # What follows a node is no likelier than the node: only from the best of all can one of the best follow.
         best = self._best(self.room - 1)
-        self.frontier = [node for node in best if node >= newest and self._reach[node] >= self._want.worth]
-        if not newest:
-            self._first = list(self._reach)
-        if self._promise() <= self._want.step:
-            self.frontier = []
+        level = [node for node in best if node >= newest and self._reach[node] >= self._want.worth]
+        self.frontier = level if self._promise(level) > self._want.step else []
 
-    def _promise(self) -> float:
-        """What a further level may add: expected tokens beyond what their rows cost. What follows a token is taken to
-        be as likely as what followed the text."""
-        worth = self._want.worth
-        chances = (self._reach[node] * chance for node in self.frontier for chance in self._first)
-        return sum(max(0.0, chance - worth) for chance in chances)
+    def _promise(self, level: Sequence[int]) -> float:
+        """How many tokens more than their rows are worth may follow these nodes: as what followed the text, by then."""
+        first = [self._reach[node] for node, parent in enumerate(self.parents) if parent == ROOT]
+        return sum(max(0.0, self._reach[node] * chance - self._want.worth) for node in level for chance in first)
 
     def _branch(self, node: int, logits: F32) -> None:
         path, want, sampler = self._path(node), self._want, self.state.sampler
@@ -88,8 +83,10 @@ class Tree:
         return sorted(range(len(self.tokens)), key=lambda node: (-self._reach[node], node))[:n]
 
     def draft(self, source: str) -> Draft:
-        """The likeliest nodes, likeliest first."""
+        """The likeliest nodes, likeliest first, up to the first that is not worth its row."""
         nodes, worth = self._best(self.room), self._want.worth
+        end = next((i + 1 for i, node in enumerate(nodes) if self._reach[node] < worth), len(nodes))
+        nodes = nodes[:end]
         place = {ROOT: ROOT} | {node: i for i, node in enumerate(nodes)}
         parents = tuple(place[self.parents[node]] for node in nodes)
         return Draft(

@@ -1,0 +1,1 @@
+"""Training of draft heads: prompts, the target's own answers, a head in PyTorch, export."""
