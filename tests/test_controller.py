@@ -305,6 +305,17 @@ def test_steady_requests_draft_a_fixed_length_from_the_main_source_in_any_compan
     assert lengths(ask(steady, 9), ask(free, 9)) == [2, 2]
 
 
+def test_no_draft_goes_on_beyond_what_its_request_can_use() -> None:
+    controller = Controller()
+    for rows in range(1, 40):
+        controller.costs.add_pass(rows, 1.0 + 0.01 * rows)
+    for requests in (1, 1, 1, 2):
+        controller.costs.add_draft("a", 2, 0.02, requests=requests)
+    short, long = controller.choose([Ask(Evidence(), n, [offer([0.9] * n)]) for n in (2, 15)])
+    assert (short.length, short.stretch) == (2, 2)
+    assert 2 < long.length <= long.stretch <= 15
+
+
 def test_drafts_that_are_made_get_the_rows_they_are_worth() -> None:
     controller = Controller()
     for rows in range(1, 20):
@@ -441,20 +452,19 @@ def test_evidence_of_a_tree_judges_every_sibling_and_no_more_than_was_emitted() 
 
 
 def test_gains_of_a_tree_are_counted_by_rank_and_what_got_no_row_gained_nothing() -> None:
-    tree = Draft((1, 2, 3, 4), parents=(-1, -1, 1, 0), source="t")
-    evidence = Evidence()
-    for right in (False, True, True, True) * 30:
-        evidence.observe(tree, (2, 3) if right else (4,), asked=4, verified=3)
-    gains = evidence.gains("t", 4)
-    # The first of a draft is taken for its likeliest; these are not in order, which costs the others nothing.
-    assert gains[0] < 0.1
-    evidence = Evidence()
-    for right in (False, True, True, True) * 30:
-        evidence.observe(tree, (1, 4) if right else (4,), asked=4, verified=3)
-    first, second, third, fourth = evidence.gains("t", 4)
-    assert first == pytest.approx(0.75, abs=0.1)
-    assert max(second, third, fourth) < 0.1  # the fourth was right, without a row
-    assert evidence.rows("t", 4) == pytest.approx([1.0, 1.0, 1.0, 0.0], abs=0.1)
+    """A tree right three times in four at its first two ranks, once with rows for all, once with one for the first."""
+    tree = Draft((1, 4, 2), parents=(-1, 0, -1), source="t")
+    for verified in (3, 1):
+        evidence = Evidence()
+        for right in (False, True, True, True) * 30:
+            # With the second token unverified the round ends with it.
+            told = (1, 4, 0)[: verified + 1] if right else (3,)
+            evidence.observe(tree, told, asked=3, verified=verified)
+        first, second, third = evidence.gains("t", 3)
+        assert first == pytest.approx(0.75, abs=0.1)
+        assert second == (pytest.approx(first, abs=0.01) if verified == 3 else pytest.approx(0.0, abs=0.05))
+        assert third < 0.05
+        assert evidence.rows("t", 3) == pytest.approx([float(rank < verified) for rank in range(3)], abs=0.1)
 
 
 def test_lengths_are_tried_step_by_step() -> None:

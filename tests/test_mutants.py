@@ -185,6 +185,12 @@ MUTANTS: dict[str, Mutant] = {
         "evidence", "                for child in children:\n",
         "                for child in path[depth : depth + 1]:\n",
         test_controller.test_evidence_of_a_tree_judges_every_sibling_and_no_more_than_was_emitted),
+    "a token without a row gains": Mutant(
+        "evidence", "rank < verified and rank in path", "rank in path",
+        test_controller.test_gains_of_a_tree_are_counted_by_rank_and_what_got_no_row_gained_nothing),
+    "a draft goes on beyond what is left to say": Mutant(
+        "controller", "n + stretch - len(plan.order), len(offer.gains)", "n + stretch - len(plan.order)",
+        test_controller.test_no_draft_goes_on_beyond_what_its_request_can_use),
     "a reused slot keeps the old text": Mutant(
         "slots", "self.backend.truncate(self._used[owner], length)", "pass",
         test_decode.test_a_prompt_that_leaves_an_old_one_cuts_it_off),

@@ -291,7 +291,9 @@ class _Planner:
                 choices.append(Choice())
             else:  # a further pass of the drafter serves all requests that it drafts for
                 step = self.step(plan.rate, offer) / asked.count(offer.source)
-                choices.append(Choice(offer, n, worth, step, min(2 * n + 1, n + stretch - len(plan.order))))
+                choices.append(
+                    Choice(offer, n, worth, step, min(2 * n + 1, n + stretch - len(plan.order), len(offer.gains)))
+                )
         return choices
 
     def worth(self, rate: float, rows: int = 0) -> float:
