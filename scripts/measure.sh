@@ -4,14 +4,14 @@
 #
 #   scripts/build_llama_cpp.sh && scripts/requantise_smollm2.sh && scripts/measure.sh [PART ...]
 #
-# Parts: smollm2, shapes, contexts, start, llama_cpp, busy, perplexity, torch; all of them unless some are named. Needs the
-# `outpace` command (or PYTHONPATH=src) and, for torch, the test tools. Nothing else should run meanwhile.
+# Parts: smollm2, shapes, contexts, start, self, llama_cpp, busy, perplexity, torch; all of them unless some are named.
+# Needs the `outpace` command (or PYTHONPATH=src) and, for torch, the test tools. Nothing else should run meanwhile.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 PYTHON=${PYTHON:-python3}
 FIGURES=docs/figures
-parts=" ${*:-smollm2 shapes contexts start llama_cpp busy perplexity torch} "
+parts=" ${*:-smollm2 shapes contexts start self llama_cpp busy perplexity torch} "
 mkdir -p $FIGURES
 
 wanted() { [[ $parts == *" $1 "* ]]; }
@@ -41,6 +41,8 @@ wanted start && {
     $PYTHON -m outpace bench start --runs 25 --json >$FIGURES/start.json.part
     mv $FIGURES/start.json.part $FIGURES/start.json
 }
+wanted self && $PYTHON scripts/measure_speculation.py --model build/peers/models/*F16.gguf --precision bf16 --self \
+    --json $FIGURES/self_f16.json
 compare() { $PYTHON scripts/compare_llama_cpp.py "${files[@]}" "$@"; }
 wanted llama_cpp && compare --json $FIGURES/llama_cpp.json
 wanted busy && compare --blocks 1 --repeats 1 --tokens 16 --busy "$(nproc)" --json $FIGURES/llama_cpp_busy.json

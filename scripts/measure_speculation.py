@@ -148,6 +148,7 @@ def main() -> None:
         print(f"{processor()}, {args.model}, {args.precision}, {args.tokens} tokens, {args.turns} turns")
         found = {"processor": processor(), "model": str(args.model), "precision": args.precision}
         found |= measure(modes, plain, args)
+        found["load"] = os.getloadavg() if hasattr(os, "getloadavg") else None
     if args.json:
         part = args.json.with_name(args.json.name + ".part")
         part.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -115,6 +115,22 @@ def start(mode: str) -> list[str]:
     ]
 
 
+def self_drafts() -> list[str]:
+    """What a 16-bit target gains by drafting for itself at 4 bits."""
+    found = figures("self_f16")
+    cells = []
+    for name in ("chat", "repetition"):
+        if name not in found:
+            return [MISSING]
+        own, fixed = found[name]["self"], found[name]["self 3"]
+        low, high = own["interval"]
+        cells.append(
+            f"{name} **{own['factor']:.2f}** ({low:.2f} to {high:.2f}), {own['tokens_per_round']:.1f} tokens a round; "
+            f"always 3 tokens {fixed['factor']:.2f}"
+        )
+    return cells
+
+
 def reach() -> str:
     """The table of aims."""
     smollm2 = ("smollm2",)
@@ -129,6 +145,7 @@ def reach() -> str:
         ("one row, share of streaming bandwidth, 8 / 4 bits", "88 %", by_bits(SHAPES, share)),
         ("one row over PyTorch eager f32", "6", torch_ratio("PyTorch, eager f32")),
         ("one row over PyTorch fbgemm int8", "3", torch_ratio("PyTorch, fbgemm int8")),
+        ("SmolLM2 F16, `self` at 4 bits, over its own plain decoding", "1.3", self_drafts()),
         ("second start of SmolLM2 to the first token", "0.3 s", start("second start")),
         ("the same without the cache of weights", "", start("without the cache")),
         ("of it importing NumPy, tokenizers, jinja2 and typer", "", start("libraries")),

@@ -33,7 +33,7 @@ from .json_file import read_json
 from .models.loading import LoadedModel, load_model
 from .models.quantise import Precision, check_precision
 from .sampling import generation_defaults
-from .self_draft import kept_layers, pays, self_draft, smaller
+from .self_draft import RULE, kept_layers, pays, self_draft, smaller
 from .text.template import ChatTemplate
 from .text.tokenizer import Tokenizer, same_vocabulary
 from .types import ModelError, UsageError
@@ -176,13 +176,13 @@ def _small(o: Options, loaded: LoadedModel, tokenizer: Tokenizer) -> _Small | No
         return _Small("draft_model", small, o.precision)
     # Rounding its weights takes a while: only what is kept on the disk is worth it without being asked for.
     by_itself = o.draft == "auto" and o.backend == "native" and o.cache and o.head is None and not loaded.head
-    if o.draft != "self" and not (by_itself and pays(loaded, o.precision)):
+    if o.draft != "self" and not (by_itself and pays(loaded, o.precision, o.kv_cache)):
         return None
     layers = kept_layers(loaded.config.num_hidden_layers, o.draft_layers)
     small = self_draft(load_model(loaded.path), tokenizer, layers)
     if not smaller(small, loaded, o.precision):
         raise UsageError(f"draft='self' drafts at 4 bits, which {o.model} has already: use another drafter")
-    return _Small("self", small, "int8", f"self {layers}")
+    return _Small("self", small, "int8", f"self {RULE} {layers}")
 
 
 def _target(o: Options, loaded: LoadedModel, small: _Small | None) -> Backend:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .backends.memory import available_memory, estimate
+from .backends.memory import Memory, available_memory, estimate
+from .cache import CacheOption
 from .models.loading import LoadedModel
 from .models.rounding import TEXT, DraftWeights, with_layers
 from .text.tokenizer import Tokenizer
@@ -15,7 +16,9 @@ from .types import UsageError
 
 RULE = 1  # raised by whoever changes what models/rounding.py makes: what is kept on the disk is then made again
 MOST = 0.9  # of the model's own bytes: a draft that is not smaller cannot be quicker
-PAYS = 0.4  # a draft token costs about its share of the model's bytes: at 0.4 and an acceptance of 0.8 two tokens gain
+# A draft token costs about its share of the model's bytes. Two of them at 0.28 gained (SmolLM2 at 16 bits), at 0.53 (8
+# bits) they needed more tokens a round than there were: docs/LOG.md.
+PAYS = 0.4
 LEAST = 128 << 20  # bytes of weights: below, a pass is too quick for its drafts to count
 
 
@@ -44,17 +47,22 @@ def smaller(draft: LoadedModel, target: LoadedModel, precision: str) -> bool:
     return _bytes(draft, "int8") <= MOST * _bytes(target, precision)
 
 
-def pays(target: LoadedModel, precision: str) -> bool:
+def memory(target: LoadedModel, context: int | None = None, kv_cache: CacheOption = "auto") -> Memory:
+    """What a model of all layers will need that drafts for this one; no tensor is touched."""
+    everything = range(target.config.num_hidden_layers)
+    return estimate(
+        target.config, DraftWeights(target.config, target.weights, (), everything), "int8", context, kv_cache
+    )
+
+
+def pays(target: LoadedModel, precision: str, kv_cache: CacheOption = "auto") -> bool:
     """Whether draft="auto" drafts with the model itself: its draft has at most PAYS of its bytes (a target of 16 or 32
     bits), of which there are LEAST or more, and the memory is there for both."""
-    own = _bytes(target, precision)
-    if own < LEAST:
+    whole = estimate(target.config, target.weights, precision, None, kv_cache)
+    if whole.weights < LEAST:
         return False
-    everything = tuple(range(target.config.num_hidden_layers))
-    kinds = DraftWeights(target.config, target.weights, (), everything)
-    draft, whole = estimate(target.config, kinds, "int8"), estimate(target.config, target.weights, precision)
-    available = available_memory()
-    return draft.weights <= PAYS * own and (available is None or draft.total + whole.total <= available)
+    draft, available = memory(target, None, kv_cache), available_memory()
+    return draft.weights <= PAYS * whole.weights and (available is None or draft.total + whole.total <= available)
 
 
 def _bytes(model: LoadedModel, precision: str) -> int:
