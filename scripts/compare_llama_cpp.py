@@ -20,7 +20,6 @@ import contextlib
 import inspect
 import json
 import math
-import os
 import re
 import statistics
 import subprocess
@@ -37,6 +36,7 @@ from outpace.backends.base import Rows
 from outpace.backends.cores import usable_cores
 from outpace.backends.native import NativeBackend
 from outpace.bench.kernels import processor, tokens
+from outpace.json_file import write_json
 from outpace.models.loading import load_model
 from outpace.opening import load_tokenizer
 
@@ -234,9 +234,7 @@ def main() -> None:
             )
         found["files"][file.name] = result
         if args.json:
-            part = args.json.with_name(args.json.name + ".part")
-            part.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-            os.replace(part, args.json)
+            write_json(args.json, found)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import random
 import socket
 import statistics
@@ -33,6 +32,7 @@ from measure_speculation import CLASSES, interval
 from outpace.api import LanguageModel, load
 from outpace.backends.cores import usable_cores
 from outpace.bench.kernels import processor
+from outpace.json_file import write_json
 from outpace.types import SampleOpts
 
 MODES = {  # of llama-server
@@ -178,9 +178,7 @@ def main() -> None:
     for file in args.files:
         found["files"][file.name] = compare(file, args)
         if args.json:
-            part = args.json.with_name(args.json.name + ".part")
-            part.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-            os.replace(part, args.json)
+            write_json(args.json, found)
 
 
 if __name__ == "__main__":

@@ -443,6 +443,9 @@ def test_a_seed_repeats_its_answer_whatever_was_held_or_shares_the_pass(rule: st
         for prompt in ((1, 2, 3, 4), (1, 2), (1, 2, 3, 4, 0, 0)):
             m.generate(prompt, max_tokens=5)
             assert m.generate((1, 2, 3, 4), **opts).token_ids == want.token_ids
+            fresh = model(rows=12)
+            fresh.generate(prompt, max_tokens=5, speculate=False)  # the target alone holds these tokens
+            assert fresh.generate((1, 2, 3, 4), **opts).token_ids == want.token_ids
         results = m.generate_many([(4, 3), (1, 2, 3, 4), (1, 2, 3)], **opts)
         assert results[1].token_ids == want.token_ids
 
