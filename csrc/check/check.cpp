@@ -215,8 +215,8 @@ uint64_t passes(const Kind& kind, int threads) {
         model.forward(shares, wanted, logits.data(), {kind.config.layers - 1}, states.data());
         digest.add(logits);
         digest.add(states);
-        digest.add(static_cast<uint32_t>(choose(logits.data(), vocabulary, {0.8, 20, 0.9, 0.0}, random.next())));
-        digest.add(static_cast<uint32_t>(choose(logits.data(), vocabulary, {1.0, 0, 1.0, 0.0}, random.next())));
+        digest.add(static_cast<uint32_t>(choose(logits.data(), vocabulary, nullptr, {0.8, 20, 0.9, 0.0}, random.next())));
+        digest.add(static_cast<uint32_t>(choose(logits.data(), vocabulary, nullptr, {1.0, 0, 1.0, 0.0}, random.next())));
     };
     const auto all = [](int n) {
         std::vector<int> rows;

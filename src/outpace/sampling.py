@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ._native import choose
+from ._native import candidates, choose
 from .types import F32, F64, I64, Distribution, ModelError, NumericalError, SampleOpts, TokenLogprobs, UsageError
 
 # ------------------------------------------------------------------------------------------------------- randomness
@@ -233,6 +233,7 @@ class Sampler:
         for word in opts.bad_words or ():
             self._ids("bad_words", word)
         self._native = _native_rule(opts) if native else None
+        self._touched: tuple[I64, bool] | None = None  # tokens, and whether a ban is on one of them
         self._penalties = bool(
             opts.presence_penalty or opts.frequency_penalty or (opts.repetition_penalty or 1.0) != 1.0
         )
@@ -288,6 +289,20 @@ class Sampler:
         if allowed is not None:
             row[~allowed] = -np.inf
         return row
+
+    def as_they_are(self, ids: I64, ahead: Sequence[int] = ()) -> bool:
+        """Whether `processed` leaves the logits of these tokens alone, so that nobody needs those of the others."""
+        if self._touched is None or self._touched[0] is not ids:
+            self._touched = ids, bool(len(self._banned)) and bool(np.isin(ids, self._banned).any())
+        return not (
+            self._touched[1]
+            or len(self._bias)
+            or self._penalties
+            or self.opts.bad_words
+            or self._excluded is not None
+            or self.opts.constraint is not None
+            or len(self.output) + len(ahead) < (self.opts.min_tokens or 0)
+        )
 
     def _allowed(self, ahead: Sequence[int]) -> NDArray[np.bool_] | None:
         """The constraint's mask. Raises UsageError for one that is no bool array over the vocabulary."""
@@ -374,15 +389,29 @@ class Sampler:
             row = Distribution(row.tokens[left], row.probs[left] / row.probs[left].sum(), sound=True)
         return found
 
-    def candidates(self, logits: F32, n: int, ahead: Sequence[int] = ()) -> list[tuple[int, float]]:
+    def candidates(
+        self, logits: F32, n: int, ahead: Sequence[int] = (), ids: I64 | None = None
+    ) -> list[tuple[int, float]]:
         """For a drafter: at most n tokens that the target may choose, `token` of these logits first, and how likely
-        each is (0 .. 1) to be the one. Raises as `token`.
+        each is (0 .. 1) to be the one. ids: ascending, the only tokens that the logits [len(ids)] are of; `as_they_are`
+        must be true of them. Raises as `token`.
 
         Greedy: the most probable ones. Else those that come first in the race which decides about the token, each with
         its share of the pace: the target runs it with the same noise and nearly the same probabilities, so what came
         in a close second here may win there.
         """
-        row, place = self.processed(logits, ahead), self.position + len(ahead)
+        row, place = logits if ids is not None else self.processed(logits, ahead), self.position + len(ahead)
+        if self._native is not None:
+            found = candidates(row, *self._native, self.noise.key(Stream.TOKEN, place), n, ids)
+            if found:
+                return found
+        if ids is not None:
+            row = np.full(self.vocab_size, -np.inf, dtype=np.float32)
+            row[ids] = logits
+        return self._candidates(row, n, place)
+
+    def _candidates(self, row: F32, n: int, place: int) -> list[tuple[int, float]]:
+        """The reference's way; row: processed logits."""
         first = self._choose(row, place)
         weights = row - row.max()
         if self.opts.temperature:

@@ -9,9 +9,9 @@ wants it; under the rejection rule, where it has room, with a second token besid
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from ..types import F32, Distribution, Draft, NumericalError
+from ..types import F32, I64, Distribution, Draft, NumericalError
 from .base import Want
 
 ROOT = -1
@@ -25,8 +25,10 @@ class Tree:
     all tokens looked at, by node.
     """
 
-    def __init__(self, want: Want, room: int) -> None:
+    def __init__(self, want: Want, room: int, ids: I64 | None, spread: Callable[[F32], F32]) -> None:
+        """ids: the tokens that logits are of, None for the whole vocabulary; spread: makes them [vocab_size]."""
         self.state, self.room = want.state, room
+        self._ids, self._spread = ids, spread
         self.frontier = [ROOT] if room > 0 else []
         self.tokens: list[int] = []
         self.parents: list[int] = []
@@ -36,7 +38,7 @@ class Tree:
         self._reach: list[float] = []  # the chance that a node and all before it are accepted
 
     def grow(self, logits: Iterable[F32]) -> None:
-        """Gives each node of the frontier its next tokens; logits: float32 [vocab_size] for each of them, taken one by
+        """Gives each node of the frontier its next tokens; logits: float32 [len(ids)] for each of them, taken one by
         one."""
         newest = len(self.tokens)
         for node, row in zip(self.frontier, logits, strict=True):
@@ -58,10 +60,12 @@ class Tree:
         path, want, sampler = self._path(node), self._want, self.state.sampler
         try:
             if want.worth > 0.0:
-                found = sampler.candidates(logits, min(self.room, _BRANCHES), path)
+                alone = self._ids is not None and sampler.as_they_are(self._ids, path)
+                row, ids = (logits, self._ids) if alone else (self._spread(logits), None)
+                found = sampler.candidates(row, min(self.room, _BRANCHES), path, ids)
                 self._q.extend([None] * len(found))
             else:
-                drawn = sampler.siblings(logits, 2 if node == ROOT and self.room > 2 else 1, path)
+                drawn = sampler.siblings(self._spread(logits), 2 if node == ROOT and self.room > 2 else 1, path)
                 found = [(token, 1.0) for token, _ in drawn]
                 self._q.extend(q for _, q in drawn)
         except NumericalError:  # the request's masks leave nothing of what this source can say: the branch ends
