@@ -24,7 +24,9 @@ from outpace.types import SampleOpts, UsageError
 SLOW = (  # to import; nothing of it is needed for the answer of a model that is there
     "pydantic", "huggingface_hub", "torch", "transformers", "safetensors", "scipy", "rich", "click",
     "asyncio", "concurrent", "email", "http", "logging", "multiprocessing", "requests", "httpx", "socket", "ssl",
-    "unittest", "xml", "zipfile", "outpace.bench", "outpace.speculator", "outpace.models.export", "outpace.models.mtp",
+    "unittest", "xml", "zipfile", "outpace.bench", "outpace.speculator", "outpace.models.export",
+    "outpace.models.rounding", "outpace.drafters.block", "outpace.drafters.datastore", "outpace.drafters.draft_model",
+    "outpace.drafters.head", "outpace.drafters.ngram", "outpace.heads.loading",
 )  # fmt: skip
 HEAVY = ("numpy", "tokenizers", "jinja2", "huggingface_hub", "outpace.api")
 

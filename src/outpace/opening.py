@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from . import drafters as ways
 from . import hub
 from .backends.base import Backend
 from .backends.memory import LEAST_CONTEXT, check_fits, estimate
@@ -19,16 +20,7 @@ from .backends.reference import ReferenceBackend
 from .cache import CacheOption, cache_kind
 from .controller import MAX_DRAFT
 from .costs import kept_shape
-from .drafters import (
-    BlockDrafter,
-    DatastoreDrafter,
-    Drafter,
-    DraftModelDrafter,
-    HeadDrafter,
-    NgramDrafter,
-    SuffixDrafter,
-)
-from .drafters.datastore import open_for
+from .drafters.base import Drafter
 from .json_file import read_json
 from .models.loading import LoadedModel, load_model
 from .models.quantise import Precision, check_precision
@@ -125,18 +117,18 @@ def open_model(o: Options) -> Parts:
     if o.draft == "mtp" and o.head is None and not loaded.head:
         raise UsageError(f"draft='mtp' needs head=PATH: {o.model} has no head inside")
     tokenizer = load_tokenizer(loaded)
-    corpus = None if o.datastore is None else DatastoreDrafter(open_for(o.datastore, tokenizer, str(o.model)))
+    corpus = _datastore(o, tokenizer)
     small = _small(o, loaded, tokenizer)
     target = _target(o, loaded, small)
     drafters: list[Drafter] = _heads(o, loaded, target)
     if small is not None:
         positions = min(target.capacity.positions, small.loaded.config.max_position_embeddings)
         model = _backend(o, small.loaded, positions, small.precision, small.variant)
-        drafters.append(DraftModelDrafter(model, small.name))
+        drafters.append(ways.DraftModelDrafter(model, small.name))
     if o.draft in ("auto", "self", "suffix"):  # the suffix automaton finds what n-grams find
-        drafters.append(SuffixDrafter())
+        drafters.append(ways.SuffixDrafter())
     elif o.draft == "ngram":
-        drafters.append(NgramDrafter())
+        drafters.append(ways.NgramDrafter())
     if corpus is not None:
         drafters.append(corpus)
     shape = _shape(o, loaded, target) if drafters and o.draft_tokens is None else None
@@ -183,6 +175,14 @@ def _small(o: Options, loaded: LoadedModel, tokenizer: Tokenizer) -> _Small | No
     if not smaller(small, loaded, o.precision):
         raise UsageError(f"draft='self' drafts at 4 bits, which {o.model} has already: use another drafter")
     return _Small("self", small, "int8", f"self {RULE} {layers}")
+
+
+def _datastore(o: Options, tokenizer: Tokenizer) -> Drafter | None:
+    if o.datastore is None:
+        return None
+    from .drafters.datastore import open_for
+
+    return ways.DatastoreDrafter(open_for(o.datastore, tokenizer, str(o.model)))
 
 
 def _target(o: Options, loaded: LoadedModel, small: _Small | None) -> Backend:
@@ -243,7 +243,7 @@ def open_head(
         return borrowed(head.config, load_model(loaded.path).weights, loaded.config)
 
     running = run_head(target, head.config, own, borrow, head.d2t)
-    return BlockDrafter(running) if kind == "dflash" else HeadDrafter(running)
+    return ways.BlockDrafter(running) if kind == "dflash" else ways.HeadDrafter(running)
 
 
 def kept_conventions(head: Path, model: Path) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from dataclasses import replace
 from .backends.memory import Memory, available_memory, estimate
 from .cache import CacheOption
 from .models.loading import LoadedModel
-from .models.rounding import TEXT, DraftWeights, with_layers
 from .text.tokenizer import Tokenizer
 from .types import UsageError
 
@@ -37,6 +36,8 @@ def self_draft(loaded: LoadedModel, tokenizer: Tokenizer, layers: tuple[int, ...
 
     It computes in "int8", whatever its target does.
     """
+    from .models.rounding import TEXT, DraftWeights, with_layers  # a start without such a draft does without
+
     text = tokenizer.encode(TEXT, add_bos=False) or [0]
     weights = DraftWeights(loaded.config, loaded.weights, text, layers)
     return replace(loaded, config=with_layers(loaded.config, layers), weights=weights)
@@ -49,6 +50,8 @@ def smaller(draft: LoadedModel, target: LoadedModel, precision: str) -> bool:
 
 def memory(target: LoadedModel, context: int | None = None, kv_cache: CacheOption = "auto") -> Memory:
     """What a model of all layers will need that drafts for this one; no tensor is touched."""
+    from .models.rounding import DraftWeights
+
     everything = range(target.config.num_hidden_layers)
     return estimate(
         target.config, DraftWeights(target.config, target.weights, (), everything), "int8", context, kv_cache
