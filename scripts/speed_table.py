@@ -185,7 +185,58 @@ def passes() -> str:
     return "\n".join([head, "|---" * 9 + "|", *rows])
 
 
-TABLES: dict[str, Callable[[], str]] = {"reach": reach, "passes": passes, "contexts": contexts}
+def heads() -> str:
+    """What a draft step costs, what rounds must bring, and the simulation."""
+    rows = []
+    for model in ("smollm2", *SHAPES):
+        for bits in (8, 4):
+            found = figures(f"head-{model}-{bits}bit")
+            if not found:
+                continue
+            need = " / ".join(f"{found['needed'][str(k)]:.2f}" for k in (1, 3, 7))
+            simulated = "<br>".join(
+                f"{s['tau']:g}: **{s['controller']['factor']:.2f}**, always {s['chain']} {s['fixed']['factor']:.2f}"
+                for s in found["simulated"]
+            )
+            rows.append(
+                f"| {model}-{bits}bit | {found['step_ms']['1']:.2f} of {found['pass_ms']['1']:.2f} | "
+                f"**{found['step_share']:.1%}** (at most {found['most_share']:.1%}) | {need} | {simulated} |"
+            )
+    if not rows:
+        return MISSING
+    head = "| model | step, ms | share of a pass (aim) | tokens a round that pay 1 / 3 / 7 drafts | simulated: factor |"
+    return "\n".join([head, "|---" * 5 + "|", *rows])
+
+
+def speculation() -> str:
+    """Decoding with speculation, end to end."""
+    rows = []
+    for file, classes in figures("speculation").get("files", {}).items():
+        kind = next(kind for kind in KINDS if kind in file)
+        for name, found in classes.items():
+            modes, best = found["modes"], found["best of llama.cpp"]
+            cells = [f"{modes[mode]['tokens_per_second']:.0f}" for mode in ("outpace", "outpace plain", "plain", best)]
+            over = [
+                "**{:.2f}** ({:.2f} to {:.2f})".format(entry["factor"], *entry["interval"])
+                for entry in found["over"].values()
+            ]
+            rows.append(
+                f"| {kind}, {name} | {cells[0]} ({modes['outpace']['tokens_per_round']:.2f} a round) | {cells[1]} | "
+                f"{cells[2]} | {cells[3]} ({best}) | {over[0]} | {over[2]} |"
+            )
+    if not rows:
+        return MISSING
+    head = "| file, prompts | outpace | plain | llama.cpp plain | its best | over own plain | over llama.cpp's best |"
+    return "\n".join([head, "|---" * 7 + "|", *rows])
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "reach": reach,
+    "passes": passes,
+    "contexts": contexts,
+    "heads": heads,
+    "speculation": speculation,
+}
 
 
 def filled(page: str) -> str:
