@@ -7,6 +7,7 @@ go on lies in checkpoint.pt; the head of that moment lies beside it, ready for u
 
 from __future__ import annotations
 
+import io
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -163,8 +164,10 @@ class Trainer:
             "taps": list(self.config.taps),
             "status": {name: getattr(self.status, name) for name in Status.__slots__},
         }
+        written = io.BytesIO()
+        torch.save(state, written)
         with replacing(self.out / CHECKPOINT) as file:
-            torch.save(state, file)
+            file.write(written.getbuffer())
         export_head(self.out, self.config, self.head.arrays(), self.d2t, self.name)
 
     def _saved(self, resume: bool) -> dict[str, Any] | None:
