@@ -42,10 +42,10 @@ class Recipe:
     """
 
     vocabulary: int = 8192
-    positions: int = 2048
+    positions: int = 1024
     stages: tuple[tuple[float, int], ...] = ((0.0, 1), (0.4, 3), (0.8, 5))
     step_weight: float = 0.8
-    rate: float = 1e-3
+    rate: float = 5e-4
     warmup: float = 0.02
     last: float = 0.05
     checked: int = 50
