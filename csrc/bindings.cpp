@@ -552,7 +552,23 @@ NB_MODULE(_native, m) {
           Unlocked(), "threads"_a, "seconds"_a);
     m.def("choose",
           [](const Array<const float, 1>& logits, double temperature, int64_t top_k, double top_p, double min_p, uint64_t key) {
-              return choose(logits.data(), logits.shape(0), {temperature, top_k, top_p, min_p}, key);
+              return choose(logits.data(), logits.shape(0), nullptr, {temperature, top_k, top_p, min_p}, key);
           },
           Unlocked(), "logits"_a.noconvert(), "temperature"_a, "top_k"_a, "top_p"_a, "min_p"_a, "key"_a);
+    m.def("candidates",
+          [](const Array<const float, 1>& logits, double temperature, int64_t top_k, double top_p, double min_p, uint64_t key,
+             size_t count, const std::optional<Indices>& ids) {
+              if (ids && ids->shape(0) != logits.shape(0)) throw std::invalid_argument("logits and ids must go together");
+              std::vector<TokenShare> found;
+              {
+                  nb::gil_scoped_release release;
+                  found = candidates(logits.data(), logits.shape(0), ids ? ids->data() : nullptr,
+                                     {temperature, top_k, top_p, min_p}, key, count);
+              }
+              nb::list pairs;
+              for (const TokenShare& each : found) pairs.append(nb::make_tuple(each.token, each.share));
+              return pairs;
+          },
+          "logits"_a.noconvert(), "temperature"_a, "top_k"_a, "top_p"_a, "min_p"_a, "key"_a, "count"_a,
+          "ids"_a.noconvert().none() = nb::none());
 }

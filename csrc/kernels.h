@@ -121,9 +121,9 @@ struct Kernels {
     // Indices with x >= cut, ascending, at most `limit` of them.
     size_t (*at_least)(const float* x, size_t n, float cut, size_t limit, int32_t* at);
     double (*weight_sum)(const float* x, size_t n, float top, float inverse);  // sum of exp((x - top) * inverse), nearly
-    // Tokens first .. last whose exponential race time may lie below `best`.
-    size_t (*racers)(const float* x, size_t first, size_t last, float top, float inverse, uint64_t key, double best,
-                     int32_t* at);
+    // Places first .. last whose exponential race time may lie below `best`. ids: null, or the tokens [n] at the places.
+    size_t (*racers)(const float* x, const int64_t* ids, size_t first, size_t last, float top, float inverse, uint64_t key,
+                     double best, int32_t* at);
 };
 
 // Each family's table, null where the build lacks it. Whether the processor can run it is for available_kernels to say:

@@ -1,6 +1,5 @@
 #include "pool.h"
 
-#include <chrono>
 #include <new>
 
 #ifndef _WIN32
@@ -14,8 +13,7 @@
 namespace outpace {
 namespace {
 
-constexpr int SPINS = 400;                                     // pauses before the first yield: tens of microseconds
-constexpr auto PARK_AFTER = std::chrono::microseconds(300);    // yielding before a worker parks
+constexpr int SPINS = 400;  // pauses before a thread stops waiting actively: tens of microseconds
 
 inline void pause() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -97,7 +95,6 @@ bool Pool::take_one(uint64_t state) {
 }
 
 void Pool::work() {
-    using Clock = std::chrono::steady_clock;
     while (!stop_.load(std::memory_order_relaxed)) {
         uint64_t state = state_.load(std::memory_order_acquire);
         if (take_one(state)) continue;
@@ -105,8 +102,9 @@ void Pool::work() {
             return state_.load(std::memory_order_seq_cst) >> 32 == state >> 32 && !stop_.load(std::memory_order_relaxed);
         };
         for (int spin = 0; spin < SPINS && idle(); ++spin) pause();
-        for (const auto start = Clock::now(); idle() && Clock::now() - start < PARK_AFTER;) std::this_thread::yield();
         if (!idle()) continue;
+        // Where others want the core, a thread that yields waits behind them for milliseconds; one that sleeps is let in
+        // as soon as it is woken.
         std::unique_lock<std::mutex> lock(sleep_->mutex);
         parked_.fetch_add(1, std::memory_order_seq_cst);
         sleep_->wake.wait(lock, [&] { return !idle(); });

@@ -1,8 +1,8 @@
 // A small thread pool for the stages of one forward pass.
 //
 // A pass is a few hundred stages of some ten microseconds each, so a sleeping pool would cost more than the work: the
-// workers spin between stages, for a bounded time, then yield, then park until the next pass. The caller takes tasks
-// itself and waits only for tasks that a worker has begun, so a worker that the system has set aside costs nothing.
+// workers spin between stages, for a bounded time, then park until there is work. The caller takes tasks itself and waits
+// only for tasks that a worker has begun, so a worker that the system has set aside costs little.
 // A forked child has no workers: there the caller does everything.
 #pragma once
 

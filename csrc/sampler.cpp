@@ -37,8 +37,8 @@ bool before(const Candidate& a, const Candidate& b) {
 
 class Choice {
   public:
-    Choice(const float* logits, std::size_t n, const SampleRule& rule, std::uint64_t key)
-        : x_(logits), n_(n), rule_(rule), key_(key), kernels_(family()) {
+    Choice(const float* logits, std::size_t n, const std::int64_t* ids, const SampleRule& rule, std::uint64_t key)
+        : x_(logits), n_(n), ids_(ids), rule_(rule), key_(key), kernels_(family()) {
         static thread_local std::vector<std::int32_t> scratch;
         if (scratch.size() < n) scratch.resize(n);
         at_ = scratch.data();
@@ -50,7 +50,7 @@ class Choice {
         if (!std::isfinite(top_)) return -1;
         if (rule_.temperature == 0.0) {
             kernels_.at_least(x_, n_, top_, 1, at_);
-            return at_[0];
+            return id(at_[0]);
         }
         inverse_ = static_cast<float>(1.0 / rule_.temperature);
         const bool limits_k = rule_.top_k > 0 && static_cast<std::size_t>(rule_.top_k) < n_;
@@ -75,7 +75,59 @@ class Choice {
         return race_of_kept();
     }
 
+    std::vector<TokenShare> nearest(std::size_t count) {
+        const std::int64_t chosen = token();
+        if (chosen < 0 || count == 0) return {};
+        const bool greedy = rule_.temperature == 0.0;
+        if (greedy) rule_.temperature = 1.0;  // of the shares
+        keep_above(static_cast<float>(double(top_) - NO_CHANCE * rule_.temperature));
+        double total = 0.0;
+        for (const Candidate& c : kept_) total += c.weight;
+        double rest = kernels_.weight_sum(x_, n_, top_, static_cast<float>(1.0 / rule_.temperature)) - total;
+        if (!greedy) {
+            if (filter(total)) rest = 0.0;
+            total = 0.0;
+            for (Candidate& c : kept_) total += c.weight /= -std::log(uniform(key_, c.token));
+        }
+        total += std::max(0.0, rest);
+        const std::size_t n = std::min(count, kept_.size());
+        std::partial_sort(kept_.begin(), kept_.begin() + n, kept_.end(), before);
+        // The chosen one may lie below the cut, or round-off may have put another one first.
+        const auto its = std::find_if(kept_.begin(), kept_.end(), [&](const Candidate& c) { return c.token == chosen; });
+        std::vector<TokenShare> found{{chosen, (its != kept_.end() ? *its : kept_[0]).weight / total}};
+        for (std::size_t i = 0; i < n && found.size() < count; ++i) {
+            if (kept_[i].token != chosen) found.push_back({kept_[i].token, kept_[i].weight / total});
+        }
+        return found;
+    }
+
   private:
+    static constexpr double NO_CHANCE = 7.0;  // so far below the best logit, at temperature 1, is no candidate
+
+    std::int64_t id(std::size_t i) const { return ids_ ? ids_[i] : static_cast<std::int64_t>(i); }
+
+    // min-p, top-k and top-p of the kept, whose weights add up to `total`; whether there is any such limit.
+    bool filter(double total) {
+        const bool limits_k = rule_.top_k > 0 && static_cast<std::size_t>(rule_.top_k) < n_;
+        if (rule_.min_p > 0.0) {
+            kept_.erase(std::remove_if(kept_.begin(), kept_.end(),
+                                       [&](const Candidate& c) { return c.weight < rule_.min_p; }),
+                        kept_.end());
+        }
+        if (limits_k && kept_.size() > static_cast<std::size_t>(rule_.top_k)) {
+            std::nth_element(kept_.begin(), kept_.begin() + (rule_.top_k - 1), kept_.end(), before);
+            kept_.resize(static_cast<std::size_t>(rule_.top_k));
+        }
+        if (rule_.top_p < 1.0) {
+            if (limits_k || rule_.min_p > 0.0) {
+                total = 0.0;
+                for (const Candidate& c : kept_) total += c.weight;
+            }
+            keep_mass(total);
+        }
+        return limits_k || rule_.top_p < 1.0 || rule_.min_p > 0.0;
+    }
+
     static const Kernels& family() {
         static const Kernels& kernels = choose_kernels();
         return kernels;
@@ -88,7 +140,7 @@ class Choice {
         const std::size_t found = kernels_.at_least(x_, n_, cut, n_, at_);
         for (std::size_t i = 0; i < found; ++i) {
             const double w = weight(at_[i]);
-            if (w > 0.0) kept_.push_back({at_[i], w});
+            if (w > 0.0) kept_.push_back({id(at_[i]), w});
         }
     }
 
@@ -174,27 +226,28 @@ class Choice {
         // The most probable token goes first: its time is the bound that the others must beat.
         kernels_.at_least(x_, n_, top_, 1, at_);
         std::size_t winner = at_[0];
-        double best = -std::log(uniform(key_, winner));
+        double best = -std::log(uniform(key_, id(winner)));
         constexpr std::size_t STRETCH = 4096;
         for (std::size_t first = 0; first < n_; first += STRETCH) {
             const std::size_t last = std::min(n_, first + STRETCH);
-            const std::size_t found = kernels_.racers(x_, first, last, top_, inverse_, key_, best, at_);
+            const std::size_t found = kernels_.racers(x_, ids_, first, last, top_, inverse_, key_, best, at_);
             for (std::size_t i = 0; i < found; ++i) {
                 const std::size_t token = at_[i];
                 const double w = weight(token);
                 if (!(w > 0.0)) continue;
-                const double time = -std::log(uniform(key_, token)) / w;
+                const double time = -std::log(uniform(key_, id(token))) / w;
                 if (time < best || (time == best && token < winner)) {
                     best = time;
                     winner = token;
                 }
             }
         }
-        return static_cast<std::int64_t>(winner);
+        return id(winner);
     }
 
     const float* x_;
     std::size_t n_;
+    const std::int64_t* ids_;
     SampleRule rule_;
     std::uint64_t key_;
     const Kernels& kernels_;
@@ -206,8 +259,14 @@ class Choice {
 
 }  // namespace
 
-std::int64_t choose(const float* logits, std::size_t n, const SampleRule& rule, std::uint64_t key) {
-    return Choice(logits, n, rule, key).token();
+std::int64_t choose(const float* logits, std::size_t n, const std::int64_t* ids, const SampleRule& rule,
+                    std::uint64_t key) {
+    return Choice(logits, n, ids, rule, key).token();
+}
+
+std::vector<TokenShare> candidates(const float* logits, std::size_t n, const std::int64_t* ids, const SampleRule& rule,
+                                   std::uint64_t key, std::size_t count) {
+    return Choice(logits, n, ids, rule, key).nearest(count);
 }
 
 }  // namespace outpace

@@ -61,15 +61,17 @@ double weight_sum(const float* x, size_t n, float top, float inverse) {
     return total;
 }
 
-// Bit j: token first + j of 16 may beat `best`. bound: [16], at least exp((x - top) * inverse) / 1.0001.
-OUTPACE_INLINE uint32_t may_win(size_t first, uint64_t key, double best, const Floats& bound) {
+// Bit j: token first + j of 16 may beat `best`. ids: null, or their ids [16]. bound: [16], at least
+// exp((x - top) * inverse) / 1.0001.
+OUTPACE_INLINE uint32_t may_win(size_t first, const int64_t* ids, uint64_t key, double best, const Floats& bound) {
     uint32_t wins = 0;
 #if defined(__AVX512DQ__)
     const __m512i lanes = _mm512_set_epi64(8, 7, 6, 5, 4, 3, 2, 1), golden = _mm512_set1_epi64(0x9E3779B97F4A7C15ll);
     const __m512i m1 = _mm512_set1_epi64(0xBF58476D1CE4E5B9ll), m2 = _mm512_set1_epi64(0x94D049BB133111EBll);
     const __m512d limit = _mm512_set1_pd(best * 1.0001), one = _mm512_set1_pd(1.0), half = _mm512_set1_pd(0.5);
     for (int part = 0; part < 2; ++part) {
-        const __m512i token = _mm512_add_epi64(_mm512_set1_epi64(static_cast<int64_t>(first + 8 * part)), lanes);
+        const __m512i token = ids ? _mm512_add_epi64(_mm512_loadu_si512(ids + 8 * part), _mm512_set1_epi64(1))
+                                  : _mm512_add_epi64(_mm512_set1_epi64(static_cast<int64_t>(first + 8 * part)), lanes);
         __m512i z = _mm512_add_epi64(_mm512_mullo_epi64(token, golden), _mm512_set1_epi64(static_cast<int64_t>(key)));
         z = _mm512_mullo_epi64(_mm512_xor_si512(z, _mm512_srli_epi64(z, 30)), m1);
         z = _mm512_mullo_epi64(_mm512_xor_si512(z, _mm512_srli_epi64(z, 27)), m2);
@@ -86,7 +88,8 @@ OUTPACE_INLINE uint32_t may_win(size_t first, uint64_t key, double best, const F
     float w[LANES];
     store(w, bound);
     for (int lane = 0; lane < LANES; ++lane) {
-        uint64_t z = (static_cast<uint64_t>(first) + lane + 1) * 0x9E3779B97F4A7C15ull + key;
+        const uint64_t token = ids ? static_cast<uint64_t>(ids[lane]) : static_cast<uint64_t>(first) + lane;
+        uint64_t z = (token + 1) * 0x9E3779B97F4A7C15ull + key;
         z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
         z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
         z ^= z >> 31;
@@ -97,12 +100,14 @@ OUTPACE_INLINE uint32_t may_win(size_t first, uint64_t key, double best, const F
     return wins;
 }
 
-size_t racers(const float* x, size_t first, size_t last, float top, float inverse, uint64_t key, double best,
-              int32_t* at) {
+size_t racers(const float* x, const int64_t* ids, size_t first, size_t last, float top, float inverse, uint64_t key,
+              double best, int32_t* at) {
     size_t found = 0;
     const Floats high = fill(top), by = fill(inverse);
     for (size_t i = first; i < last; i += LANES) {
         Floats logits;
+        const int64_t* own = ids ? ids + i : nullptr;
+        int64_t tail[LANES] = {};
         if (i + LANES <= last) {
             logits = load(x + i);
         } else {
@@ -110,8 +115,9 @@ size_t racers(const float* x, size_t first, size_t last, float top, float invers
             for (float& v : rest) v = -__builtin_inff();
             std::memcpy(rest, x + i, (last - i) * sizeof(float));
             logits = load(rest);
+            if (ids) std::memcpy(tail, own, (last - i) * sizeof(int64_t)), own = tail;
         }
-        uint32_t wins = may_win(i, key, best, exp((logits - high) * by));
+        uint32_t wins = may_win(i, own, key, best, exp((logits - high) * by));
         for (; wins; wins &= wins - 1) at[found++] = static_cast<int32_t>(i) + __builtin_ctz(wins);
     }
     return found;

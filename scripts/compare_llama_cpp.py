@@ -20,25 +20,25 @@ import contextlib
 import inspect
 import json
 import math
-import os
 import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from outpace.api import load_tokenizer
 from outpace.backends.base import Rows
 from outpace.backends.cores import usable_cores
 from outpace.backends.native import NativeBackend
 from outpace.bench.kernels import processor, tokens
+from outpace.json_file import write_json
 from outpace.models.loading import load_model
+from outpace.opening import load_tokenizer
 
 TOOLS = Path(__file__).resolve().parent.parent / "build" / "peers" / "llama.cpp" / "bin"
 PROMPTS = (8, 64, 512)
@@ -48,10 +48,10 @@ PIECE = 512  # tokens that perplexity reads at a time
 # ------------------------------------------------------------------------------------------------------------- speed
 
 
-def ours(target: NativeBackend, generated: int, repeats: int) -> dict[str, list[float]]:
-    """Tokens a second: "decode", and "prompt N" for each N of PROMPTS; one value a repeat."""
+def ours(target: NativeBackend, prompts: Sequence[int], generated: int, repeats: int) -> dict[str, list[float]]:
+    """Tokens a second: "decode", and "prompt N" for each N of prompts; one value a repeat."""
     found: dict[str, list[float]] = {}
-    for n in PROMPTS:
+    for n in prompts:
         prompt = tokens(target, n)
         for i in range(repeats + 1):  # as llama-bench, once to warm up
             slot = target.new_slot()
@@ -72,31 +72,33 @@ def ours(target: NativeBackend, generated: int, repeats: int) -> dict[str, list[
     return found
 
 
-def theirs(file: Path, threads: int, generated: int, repeats: int) -> dict[str, list[float]]:
+def theirs(file: Path, threads: int, prompts: Sequence[int], generated: int, repeats: int) -> dict[str, list[float]]:
     """The same by llama-bench."""
-    prompts = ",".join(map(str, PROMPTS))
-    text = run("llama-bench", "-m", file, "-t", threads, "-p", prompts, "-n", generated, "-r", repeats, "-o", "json")
+    read = ",".join(map(str, prompts)) or 0
+    text = run("llama-bench", "-m", file, "-t", threads, "-p", read, "-n", generated, "-r", repeats, "-o", "json")
     found: dict[str, list[float]] = {}
     for test in json.loads(text):
         found["decode" if test["n_gen"] else f"prompt {test['n_prompt']}"] = test["samples_ts"]
     return found
 
 
-def compare(file: Path, target: NativeBackend, blocks: int, generated: int, repeats: int) -> dict[str, Any]:
+def compare(
+    file: Path, target: NativeBackend, blocks: int, prompts: Sequence[int], generated: int, repeats: int
+) -> dict[str, Any]:
     """Both in turns; figure -> {"outpace", "llama_cpp", "ratio"} in tokens a second, medians; "best": the same of each
     one's fastest sample, which is nearer the truth where others use the machine too."""
     samples: dict[str, dict[str, list[float]]] = {"outpace": {}, "llama_cpp": {}}
     for turn in ["outpace", "llama_cpp", "llama_cpp", "outpace"] * blocks:
         if turn == "outpace":
-            found = ours(target, generated, repeats)
+            found = ours(target, prompts, generated, repeats)
         else:
-            found = theirs(file, target.threads, generated, repeats)
+            found = theirs(file, target.threads, prompts, generated, repeats)
         for name, values in found.items():
             samples[turn].setdefault(name, []).extend(values)
 
     def figures(of: Callable[[list[float]], float]) -> dict[str, dict[str, float]]:
         speeds = {who: {name: of(values) for name, values in samples[who].items()} for who in samples}
-        for found in speeds.values():  # the time of a pass of 8 rows over that of one
+        for found in speeds.values() if 8 in prompts else ():  # the time of a pass of 8 rows over that of one
             found["rows 8"] = 8 * found["decode"] / found["prompt 8"]
         own, other = speeds.values()
         return {
@@ -203,11 +205,13 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=usable_cores())
     parser.add_argument("--blocks", type=int, default=3, help="turns of ours, theirs, theirs, ours; 0: no speeds")
     parser.add_argument("--tokens", type=int, default=64, help="to decode each time")
+    parser.add_argument("--no-prompts", action="store_true", help="decoding alone")
     parser.add_argument("--repeats", type=int, default=2, help="of each figure in a turn")
     parser.add_argument("--busy", type=int, default=0, metavar="N", help="N processes compute meanwhile")
     parser.add_argument("--perplexity", type=int, nargs="?", const=20_000, default=0, metavar="TOKENS")
     parser.add_argument("--json", type=Path, help="write all figures and samples here")
     args = parser.parse_args()
+    prompts = () if args.no_prompts else PROMPTS
     found: dict[str, Any] = {"processor": processor(), "threads": args.threads, "busy": args.busy, "files": {}}
     for file in args.files:
         loaded = load_model(file)
@@ -216,7 +220,7 @@ def main() -> None:
         print(f"\n{file.name}, {args.threads} threads{f', {args.busy} busy processes' if args.busy else ''}")
         if args.blocks:
             with busy(args.busy):
-                result = compare(file, target, args.blocks, args.tokens, args.repeats)
+                result = compare(file, target, args.blocks, prompts, args.tokens, args.repeats)
             print(f"{'':14}{'outpace':>10}{'llama.cpp':>11}{'ratio':>7}   at best{'llama.cpp':>11}{'ratio':>7}")
             for name, best in result["best"].items():
                 columns = [
@@ -234,9 +238,7 @@ def main() -> None:
             )
         found["files"][file.name] = result
         if args.json:
-            part = args.json.with_name(args.json.name + ".part")
-            part.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-            os.replace(part, args.json)
+            write_json(args.json, found)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ modes; the run stops where one is not.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import statistics
@@ -25,6 +24,7 @@ from outpace.api import LanguageModel, load
 from outpace.bench.kernels import processor
 from outpace.costs import measure_shape
 from outpace.drafters import Drafter, SuffixDrafter
+from outpace.json_file import write_json
 from outpace.types import SampleOpts
 
 TEXT = (
@@ -143,15 +143,14 @@ def main() -> None:
                 model = load(args.model, precision=args.precision, draft=draft, **more)
                 main_drafter = model.drafters[0]
                 modes[draft] = ([main_drafter], None)
-                modes |= {f"{draft} {k}": ([main_drafter], k) for k in (2, 4)}
+                modes |= {f"{draft} {k}": ([main_drafter], k) for k in (1, 2, 3, 4)}
                 modes[f"{draft}+suffix"] = ([main_drafter, SuffixDrafter()], None)
         print(f"{processor()}, {args.model}, {args.precision}, {args.tokens} tokens, {args.turns} turns")
         found = {"processor": processor(), "model": str(args.model), "precision": args.precision}
         found |= measure(modes, plain, args)
+        found["load"] = os.getloadavg() if hasattr(os, "getloadavg") else None
     if args.json:
-        part = args.json.with_name(args.json.name + ".part")
-        part.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        os.replace(part, args.json)
+        write_json(args.json, found)
 
 
 if __name__ == "__main__":

@@ -115,6 +115,22 @@ def start(mode: str) -> list[str]:
     ]
 
 
+def self_drafts() -> list[str]:
+    """What a 16-bit target gains by drafting for itself at 4 bits."""
+    found = figures("self_f16")
+    cells = []
+    for name in ("chat", "repetition"):
+        if name not in found:
+            return [MISSING]
+        own, fixed = found[name]["self"], found[name]["self 3"]
+        low, high = own["interval"]
+        cells.append(
+            f"{name} **{own['factor']:.2f}** ({low:.2f} to {high:.2f}), {own['tokens_per_round']:.1f} tokens a round; "
+            f"always 3 tokens {fixed['factor']:.2f}"
+        )
+    return cells
+
+
 def reach() -> str:
     """The table of aims."""
     smollm2 = ("smollm2",)
@@ -129,6 +145,7 @@ def reach() -> str:
         ("one row, share of streaming bandwidth, 8 / 4 bits", "88 %", by_bits(SHAPES, share)),
         ("one row over PyTorch eager f32", "6", torch_ratio("PyTorch, eager f32")),
         ("one row over PyTorch fbgemm int8", "3", torch_ratio("PyTorch, fbgemm int8")),
+        ("SmolLM2 F16, `self` at 4 bits, over its own plain decoding", "1.3", self_drafts()),
         ("second start of SmolLM2 to the first token", "0.3 s", start("second start")),
         ("the same without the cache of weights", "", start("without the cache")),
         ("of it importing NumPy, tokenizers, jinja2 and typer", "", start("libraries")),
@@ -168,7 +185,58 @@ def passes() -> str:
     return "\n".join([head, "|---" * 9 + "|", *rows])
 
 
-TABLES: dict[str, Callable[[], str]] = {"reach": reach, "passes": passes, "contexts": contexts}
+def heads() -> str:
+    """What a draft step costs, what rounds must bring, and the simulation."""
+    rows = []
+    for model in ("smollm2", *SHAPES):
+        for bits in (8, 4):
+            found = figures(f"head-{model}-{bits}bit")
+            if not found:
+                continue
+            need = " / ".join(f"{found['needed'][str(k)]:.2f}" for k in (1, 3, 7))
+            simulated = "<br>".join(
+                f"{s['tau']:g}: **{s['controller']['factor']:.2f}**, always {s['chain']} {s['fixed']['factor']:.2f}"
+                for s in found["simulated"]
+            )
+            rows.append(
+                f"| {model}-{bits}bit | {found['step_ms']['1']:.2f} of {found['pass_ms']['1']:.2f} | "
+                f"**{found['step_share']:.1%}** (at most {found['most_share']:.1%}) | {need} | {simulated} |"
+            )
+    if not rows:
+        return MISSING
+    head = "| model | step, ms | share of a pass (aim) | tokens a round that pay 1 / 3 / 7 drafts | simulated: factor |"
+    return "\n".join([head, "|---" * 5 + "|", *rows])
+
+
+def speculation() -> str:
+    """Decoding with speculation, end to end."""
+    rows = []
+    for file, classes in figures("speculation").get("files", {}).items():
+        kind = next(kind for kind in KINDS if kind in file)
+        for name, found in classes.items():
+            modes, best = found["modes"], found["best of llama.cpp"]
+            cells = [f"{modes[mode]['tokens_per_second']:.0f}" for mode in ("outpace", "outpace plain", "plain", best)]
+            over = [
+                "**{:.2f}** ({:.2f} to {:.2f})".format(entry["factor"], *entry["interval"])
+                for entry in found["over"].values()
+            ]
+            rows.append(
+                f"| {kind}, {name} | {cells[0]} ({modes['outpace']['tokens_per_round']:.2f} a round) | {cells[1]} | "
+                f"{cells[2]} | {cells[3]} ({best}) | {over[0]} | {over[2]} |"
+            )
+    if not rows:
+        return MISSING
+    head = "| file, prompts | outpace | plain | llama.cpp plain | its best | over own plain | over llama.cpp's best |"
+    return "\n".join([head, "|---" * 7 + "|", *rows])
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "reach": reach,
+    "passes": passes,
+    "contexts": contexts,
+    "heads": heads,
+    "speculation": speculation,
+}
 
 
 def filled(page: str) -> str:

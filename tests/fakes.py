@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from outpace.backends.base import Capacity, Pass, Rows
 from outpace.backends.head import HeadPass, HeadRows
 from outpace.config import ModelConfig
 from outpace.controller import Controller
-from outpace.decode import Decoder
+from outpace.decode import Decoder, Request
 from outpace.drafters.base import State, Want
 from outpace.engine import Engine
 from outpace.heads.config import HeadConfig
@@ -279,14 +280,20 @@ def random_drafter(vocab_size: int, seed: int = 0) -> FunctionDrafter:
 
 
 class Machine:
-    """A virtual clock: passes, drafts and nothing else take time. cost: rows of a pass -> seconds."""
+    """A virtual clock: passes, drafts and nothing else take time. cost: rows of a pass -> seconds.
+
+    Its drafters know the chance that each of their tokens is accepted. What a run yields is counted by these chances
+    instead of by what came of them: the same in expectation, with much less noise.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, cost: Callable[[int], float], draft_cost: float = 0.0) -> None:
+        """draft_cost: seconds of a drafter's pass: a chain's token, a tree's level."""
         self.now, self.cost, self.draft_cost = 0.0, cost, draft_cost
         self.slow_drafts = 0
+        self.chances: dict[tuple[str, int, int], list[float]] = {}  # source, first prompt token, position -> by token
         monkeypatch.setattr(decode.time, "perf_counter", lambda: self.now)
 
-    def target(self) -> TableBackend:
+    def target(self, rows: int = 64) -> TableBackend:
         machine = self
 
         class Target(TableBackend):
@@ -296,29 +303,186 @@ class Machine:
 
         # The text is one token for ever, so that a right draft is known.
         flat = np.array([9.0, 0, 0, 0, 0], dtype=np.float32)
-        return Target(5, positions=5000, logits=lambda prefix: flat)
+        return Target(5, positions=8000, rows=rows, logits=lambda prefix: flat)
 
-    def drafter(self, chance: float, name: str = "function", *, free: bool = False, sure: bool = False) -> Any:
-        """Drafts that are right with this chance, token by token. sure: it knows which ones, nearly."""
+    def drafter(
+        self,
+        chance: float | Callable[[int], float],
+        name: str = "function",
+        *,
+        free: bool = False,
+        sure: bool = False,
+        block: bool = False,
+    ) -> Any:
+        """Chains that are right with this chance (of the position), token by token. sure: it knows which ones, nearly.
+        block: any number of tokens takes one pass."""
+        random = np.random.default_rng(1)
+        law = chance if callable(chance) else lambda position: chance
+
+        def draft(want: Want) -> Draft:
+            state, room = want.state, max(want.most, want.stretch if sure else 0)
+            right = random.random(room) < law(len(state.tokens))
+            confidence = np.where(right, 0.9, 0.15)
+            if sure and want.worth > 0.0:
+                chances = confidence if want.chances is None else want.chances(confidence.tolist())
+                reach = np.cumprod(chances)
+                stop = np.flatnonzero(reach < want.worth + want.step)
+                room = min(room, int(stop[0]) + 1) if len(stop) else room
+            passes = min(room, 1) if block else room
+            self.now += 0.0 if free else passes * self.draft_cost * (50 if self.slow_drafts > 0 else 1)
+            self.slow_drafts -= 1
+            by_token = right * 1.0 if sure else np.full(room, law(len(state.tokens)))
+            self._note(name, state, np.cumprod(by_token[:room]).tolist())
+            tokens = tuple(np.where(right, 0, 1).tolist()[:room])
+            return Draft(tokens, source=name, confidence=tuple(confidence.tolist()[:room]) if sure else None)
+
+        return WantDrafter(draft, name, free)
+
+    def tree(self, law: TreeLaw, name: str = "tree") -> Any:
+        """Trees, see TreeLaw: grown level by level while they promise enough."""
         random = np.random.default_rng(1)
 
-        def draft(state: State, n: int) -> Draft:
-            self.now += 0.0 if free else n * self.draft_cost * (50 if self.slow_drafts > 0 else 1)
-            self.slow_drafts -= 1
-            right = random.random(n) < chance
-            confidence = tuple(np.where(right, 0.9, 0.15).tolist()) if sure else None
-            return Draft(tuple(np.where(right, 0, 1).tolist()), source=name, confidence=confidence)
+        def draft(want: Want) -> Draft:
+            p = law.chances(len(want.state.tokens), random)
+            tree = law.grow(p, want)
+            self.now += self.draft_cost * tree.levels
+            self._note(name, want.state, tree.reach)
+            return tree.draft(p, random)
 
-        return FunctionDrafter(draft, name, free)
+        return WantDrafter(draft, name)
 
-    def seconds(self, *drafters: Any, fixed: int | None = None, tokens: int = 2000) -> float:
-        """Time of an answer, the first pass over the prompt included."""
+    def _note(self, name: str, state: State, chances: list[float]) -> None:
+        self.chances[name, state.tokens[0], len(state.tokens)] = chances
+
+    def run(
+        self,
+        *drafters: Any,
+        fixed: int | None = None,
+        tokens: int = 1000,
+        requests: int = 1,
+        controller: Controller | None = None,
+    ) -> float:
+        """Seconds a token of answers that run side by side, the first passes over the prompts included."""
         start = self.now
-        # As it is measured when a model is loaded.
-        shape = {rows: self.cost(rows) / self.cost(1) for rows in (1, 2, 4, 8, 12, 16)}
-        e = Engine(Decoder(self.target(), drafters, Controller(fixed, shape)))
-        e.run([e.submit((1, 2, 3), SampleOpts.greedy(max_tokens=tokens))])
-        return self.now - start
+        controller = controller or Controller(fixed, self.shape())
+        e = Engine(Decoder(self.target(), drafters, controller))
+        found = [e.submit((1 + i,), SampleOpts.greedy(max_tokens=tokens)) for i in range(requests)]
+        e.run(found)
+        return (self.now - start) / sum(self.expected(request) for request in found)
+
+    def shape(self) -> dict[int, float]:
+        """As it is measured when a model is loaded."""
+        return {rows: self.cost(rows) / self.cost(1) for rows in (1, 2, 4, 8, 12, 16)}
+
+    def expected(self, request: Request) -> float:
+        """The tokens that the request's rounds yield in expectation."""
+        total, position = 0.0, len(request.prompt)
+        for each in request.rounds:
+            total += 1.0
+            if each.drafted:
+                total += sum(self.chances[each.source, request.prompt[0], position][: each.drafted])
+            position += each.tokens
+        return total
+
+    def chain_s(self, chance: float, length: int, *, free: bool = False, block: bool = False) -> float:
+        """Seconds a token with drafts of a fixed length."""
+        passes = 0 if free else min(length, 1) if block else length
+        return (self.cost(1 + length) + passes * self.draft_cost) / sum(chance**i for i in range(length + 1))
+
+    def tree_s(self, law: TreeLaw, position: int, size: int) -> float:
+        """Seconds a token with trees of a fixed size, the best of all shapes for the kind of text at this position."""
+        tokens = seconds = 0.0
+        for p in law.kinds(position):
+            tree = law.grow(p, Want(None, size)) if size else Tree([], [], [], 0)  # type: ignore[arg-type]
+            tokens += 1.0 + sum(tree.reach)
+            seconds += self.cost(1 + size) + self.draft_cost * tree.levels
+        return seconds / tokens
+
+
+class WantDrafter(FunctionDrafter):
+    """Drafts what a function of a Want says."""
+
+    def __init__(self, draft: Callable[[Want], Draft], name: str, free: bool = False) -> None:
+        super().__init__(lambda state, n: Draft(), name, free)
+        self._of = draft
+
+    def propose(self, wanted: Sequence[Want]) -> list[Draft]:
+        return [self._of(want) for want in wanted]
+
+
+@dataclass
+class Tree:
+    """Nodes in the order of falling chance. reach: each one's chance to be accepted; rank: among its siblings."""
+
+    parents: list[int]
+    ranks: list[int]
+    reach: list[float]
+    levels: int
+    confidence: list[float] = field(default_factory=list)
+
+    def draft(self, p: Sequence[float], random: np.random.Generator) -> Draft:
+        """The draft, right where chance wants it: token 0 on the one path that is accepted, others elsewhere."""
+        right, tokens = -1, []
+        alive, choice = True, random.choice(len(p) + 1, p=[*p, 1.0 - sum(p)])
+        for node, (parent, rank) in enumerate(zip(self.parents, self.ranks, strict=True)):
+            if alive and parent == right and rank == choice:
+                right, choice = node, random.choice(len(p) + 1, p=[*p, 1.0 - sum(p)])
+                tokens.append(0)
+            else:
+                tokens.append(1 + rank)
+        return Draft(tuple(tokens), parents=tuple(self.parents), confidence=tuple(self.confidence))
+
+
+class TreeLaw:
+    """A source whose guesses of one level are right with chances p, the same after each of its tokens.
+
+    kinds: of a position: the kinds of text that may come there, each with its p, as likely as one another; the source
+    knows which it has before it, and says how sure it is as `says` makes of the chance.
+    """
+
+    def __init__(
+        self,
+        *kinds: Sequence[float],
+        says: Callable[[float], float] = lambda chance: chance,
+        later: Callable[[int], Sequence[Sequence[float]]] | None = None,
+    ) -> None:
+        self.kinds = later or (lambda position: kinds)
+        self.says = says
+
+    def chances(self, position: int, random: np.random.Generator) -> Sequence[float]:
+        kinds = self.kinds(position)
+        return kinds[int(random.integers(len(kinds)))]
+
+    def grow(self, p: Sequence[float], want: Want) -> Tree:
+        """As a learned head grows it, see Want."""
+        said = [self.says(chance) for chance in p]
+        chances = said if want.chances is None or not want.worth else want.chances(said)
+        room = max(want.most, want.stretch if want.worth else 0)
+        # (chance as the source sees it, its true chance, parent, rank)
+        nodes: list[tuple[float, float, int, int]] = []
+        frontier, levels = [-1], 0
+        while frontier:
+            levels += 1
+            newest = len(nodes)
+            for at in frontier:
+                seen, true = nodes[at][:2] if at >= 0 else (1.0, 1.0)
+                nodes += [(seen * c, true * q, at, rank) for rank, (c, q) in enumerate(zip(chances, p, strict=True))]
+            best = sorted(range(len(nodes)), key=lambda node: (-nodes[node][0], node))[: room - 1]
+            frontier = [node for node in best if node >= newest and nodes[node][0] >= want.worth]
+            after = [max(0.0, nodes[node][0] * chance - want.worth) for node in frontier for chance in chances]
+            if sum(after) <= want.step:
+                break
+        kept = sorted(range(len(nodes)), key=lambda node: (-nodes[node][0], node))[:room]
+        end = next((i + 1 for i, node in enumerate(kept) if nodes[node][0] < want.worth), len(kept))
+        place = {-1: -1} | {node: i for i, node in enumerate(kept[:end])}
+        rows = [nodes[node] for node in kept[:end]]
+        return Tree(
+            [place[row[2]] for row in rows],
+            [row[3] for row in rows],
+            [row[1] for row in rows],
+            levels,
+            [said[row[3]] for row in rows],
+        )
 
 
 # ---------------------------------------------------------------------------------------- enumeration of random choices

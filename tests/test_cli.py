@@ -24,7 +24,9 @@ from outpace.types import SampleOpts, UsageError
 SLOW = (  # to import; nothing of it is needed for the answer of a model that is there
     "pydantic", "huggingface_hub", "torch", "transformers", "safetensors", "scipy", "rich", "click",
     "asyncio", "concurrent", "email", "http", "logging", "multiprocessing", "requests", "httpx", "socket", "ssl",
-    "unittest", "xml", "zipfile", "outpace.bench", "outpace.speculator", "outpace.models.export", "outpace.models.mtp",
+    "unittest", "xml", "zipfile", "outpace.bench", "outpace.speculator", "outpace.models.export",
+    "outpace.models.rounding", "outpace.drafters.block", "outpace.drafters.datastore", "outpace.drafters.draft_model",
+    "outpace.drafters.head", "outpace.drafters.ngram", "outpace.heads.loading",
 )  # fmt: skip
 HEAVY = ("numpy", "tokenizers", "jinja2", "huggingface_hub", "outpace.api")
 
@@ -214,11 +216,13 @@ def test_every_model_option_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
         run(command, *(["x"] if command == "generate" else []), "--model", "a", *args.split())
     expected = {"draft": "draft_model", "draft_model": "b", "draft_tokens": 3, "precision": "f32", "context": 99}
     expected |= {"threads": 2, "cache": False, "offline": True, "slots": 1, "progress": True, "datastore": None}
-    expected |= {"kv_cache": "q8", "head": None}
+    expected |= {"kv_cache": "q8", "head": None, "draft_layers": None}
     assert seen == [("a", expected)] * 2
     run("generate", "x", "--draft", "datastore", "--datastore", "c")
     assert seen[-1][0] == api.DEFAULT_MODEL
     assert (seen[-1][1]["draft"], seen[-1][1]["datastore"]) == ("datastore", "c")
+    run("generate", "x", "--draft", "self", "--draft-layers", "2")
+    assert (seen[-1][1]["draft"], seen[-1][1]["draft_layers"]) == ("self", 2)
 
 
 @pytest.mark.parametrize(
@@ -240,6 +244,8 @@ def test_every_model_option_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
         (["generate", "x", "--draft", "suffix", "--head", "y"], 2, "--head and --draft suffix exclude"),
         (["generate", "x", "--draft", "datastore"], 2, "--draft datastore needs --datastore FILE"),
         (["generate", "x", "--draft", "none", "--datastore", "y"], 2, "--datastore and --draft none exclude"),
+        (["generate", "x", "--draft-layers", "2"], 2, "draft_layers goes with draft='self'"),
+        (["generate", "x", "--draft", "self", "--draft-layers", "9"], 2, "draft_layers must be in 1 .. 3"),
         (["generate", "x", "--top-k", "x"], 2, "'--top-k'"),
         (["generate", "x", "--nonsense"], 2, "--nonsense"),
         (["nonsense"], 2, "nonsense"),

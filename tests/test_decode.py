@@ -121,6 +121,31 @@ def test_tree_drafts_give_the_same_tokens() -> None:
     assert max(paths) > 2
 
 
+def test_counts_of_trees_and_of_all_requests_together() -> None:
+    random = np.random.default_rng(4)
+
+    def draft(state: State, n: int) -> Draft:
+        parents = tuple(int(random.integers(-1, i)) for i in range(n))
+        return Draft(tuple(random.integers(0, V, n).tolist()), parents=parents)
+
+    e = engine(FunctionDrafter(draft), 8)
+    requests = [e.submit((1, 2, i), SampleOpts.greedy(max_tokens=30)) for i in (3, 4)]
+    e.run(requests)
+    total = e.decoder.total
+    for request in requests:
+        stats, rounds = request.stats, request.rounds
+        assert (stats.rounds, stats.drafted) == (len(rounds), sum(each.drafted for each in rounds))
+        assert stats.rounds_by_accepted == [
+            sum(each.accepted == k for each in rounds) for k in range(max(each.accepted for each in rounds) + 1)
+        ]
+        assert any(each.accepted <= each.depth < each.drafted for each in rounds)
+        assert stats.drafted_at == [sum(each.depth > i for each in rounds) for i in range(len(stats.drafted_at))]
+        assert total.decode_s < stats.decode_s + stats.prefill_s + 1e-9  # the passes are shared
+    assert (total.tokens, total.prompt_tokens) == (60, 6)
+    assert total.accepted == sum(request.stats.accepted for request in requests) > 0
+    assert total.by_source == {"function": [total.drafted, total.accepted]}
+
+
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_rules_that_promise_the_distribution_repeat_with_their_seed(rule: str) -> None:
     opts = {"temperature": 1.0, "rule": rule}

@@ -9,9 +9,10 @@ import pytest
 
 import outpace
 import tiny_folder
+from outpace.api import Result
 from outpace.cli.explain import GREEN, PLAIN, marked, summary
 from outpace.drafters import SuffixDrafter
-from outpace.types import UsageError
+from outpace.types import Round, Stats, UsageError
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +37,17 @@ def test_marks_and_figures_are_those_of_the_answer(folder: Path) -> None:
     assert any(line.startswith("draft_model ") and f"{answer.stats.drafted} drafted" in line for line in lines)
     sizes = dict(re.findall(r"(\d+): (\d+)", lines[1]))
     assert sum(map(int, sizes.values())) == answer.stats.rounds
+
+
+def test_trees_have_a_line_of_their_own() -> None:
+    rounds = [Round(8, 2, "head", 3), Round(6, 1, "head", 2), Round(3, 3, "head", 3), Round(0, 0)]
+    stats = Stats(tokens=10)
+    for each in rounds:
+        stats.count(each)
+    text = summary(Result("", [], [], "length", 0, stats, rounds))
+    assert re.search(r"^trees +2 rounds, 7.0 tokens and 2.5 deep a round$", text, re.MULTILINE)
+    assert "accepted by place 3/3  2/3  1/2" in text
+    assert stats.rounds_by_accepted == [1, 1, 1, 1]
 
 
 def test_self_drafts_with_the_same_weights_at_4_bits_and_changes_nothing(folder: Path) -> None:

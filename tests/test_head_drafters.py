@@ -9,20 +9,21 @@ import itertools
 import random
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 import test_verify
-from fakes import Branches, TableBackend, TableHead, table_logits
+from fakes import Branches, FunctionDrafter, TableBackend, TableHead, table_logits
 from heads_files import HEADS, TARGET, TARGET_ARRAYS, d2t, random_head
 from outpace import LanguageModel, Result, SampleOpts, WeightMap
 from outpace.backends.head import HeadBackend
 from outpace.backends.native import NativeBackend
 from outpace.backends.native_head import NativeHead
 from outpace.backends.reference_head import ReferenceHead
-from outpace.controller import Controller
+from outpace.controller import Ask, Choice, Controller
 from outpace.decode import Decoder
 from outpace.drafters import BlockDrafter, DraftModelDrafter, HeadDrafter, NgramDrafter, State, SuffixDrafter, Want
 from outpace.drafters.head import FeatureReader
@@ -95,7 +96,7 @@ def scenario(rng: random.Random, name: str) -> int:
     )
     with LanguageModel(backend, None) as used:
         drafters = [own, *([SuffixDrafter()] if rng.random() < 0.4 else [])]
-        used.engine.decoder = Decoder(backend, drafters, Controller(rng.choice([None, None, 1, 3, 8])))
+        used.engine.decoder = Decoder(backend, drafters, Controller(rng.choice([None, 2, 8, 8])))
         used.drafters = tuple(drafters)
         for _ in range(rng.randint(0, 3)):  # streams that are left half read, and texts without drafts
             i = rng.randrange(len(prompts))
@@ -122,7 +123,7 @@ def scenario(rng: random.Random, name: str) -> int:
 def test_random_scenarios_equal_plain_decoding(name: str, scenarios: int) -> None:
     rng = random.Random(name)
     kept = sum(scenario(rng, name) for _ in range(scenarios))
-    assert kept > scenarios // 2
+    assert kept > 0
 
 
 # --------------------------------------------------------------------------------------------- drafts of known heads
@@ -151,33 +152,44 @@ def text(drafter: FeatureReader, tokens: Sequence[int], vocab: int = V, **opts: 
     return known(State(list(tokens), sampler), drafter, len(tokens))
 
 
-def expected_tree(state: State, want: Want) -> list[tuple[tuple[int, ...], float]]:
-    """Paths with their chances, best first: of all candidates of all nodes down to the depth that can matter."""
-    room, nodes, level = max(want.most, want.stretch), [], [((), 1.0)]
+Node = tuple[tuple[int, ...], float]
+
+
+def expected_tree(state: State, want: Want) -> list[Node]:
+    """Paths with their chances, best first: all candidates of all nodes that may have children among the best."""
+    room = max(want.most, want.stretch)
+    nodes: list[Node] = []
+    level: list[Node] = [((), 1.0)]
+    first: list[float] = []
     for _ in range(room):
         below = []
         for path, reach in level:
             found = state.sampler.candidates(table([*state.tokens[1:], *path]), room, path)
             chances = [sure for _, sure in found] if want.chances is None else want.chances([c for _, c in found])
-            below += [((*path, t), reach * c) for (t, _), c in zip(found, chances, strict=True)]
-        nodes += below
-        level = below
-    nodes.sort(key=lambda node: -node[1])
+            below += [((*path, token), reach * chance) for (token, _), chance in zip(found, chances, strict=True)]
+        nodes = sorted([*nodes, *below], key=lambda node: -node[1])
+        first = first or [reach for _, reach in below]
+        level = [node for node in below if node in nodes[: room - 1] and node[1] >= want.worth]
+        if sum(max(0.0, reach * chance - want.worth) for _, reach in level for chance in first) <= want.step:
+            break
     end = next((i + 1 for i, (_, reach) in enumerate(nodes) if reach < want.worth), len(nodes))
     return nodes[: min(end, room)]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(
-    ("most", "stretch", "worth"), [(1, 0, 0.9), (4, 0, 1e-9), (3, 5, 0.1), (5, 0, 0.3), (2, 4, 0.6)]
+    ("most", "stretch", "worth", "step"),
+    [(1, 0, 0.9, 0), (4, 0, 1e-9, 0), (3, 5, 0.1, 0), (5, 0, 0.3, 0), (2, 4, 0.1, 0.2), (9, 0, 0.01, 9)],
 )
-def test_a_tree_is_the_best_of_all_trees(temperature: float, most: int, stretch: int, worth: float) -> None:
-    bushy = 0
-    for seed, halve in itertools.product(range(6), (None, lambda sure: [0.5 + c / 2 for c in sure])):
+def test_a_tree_is_the_best_of_all_trees(
+    temperature: float, most: int, stretch: int, worth: float, step: float
+) -> None:
+    shapes = set()
+    for seed, halve in itertools.product(range(5), (None, lambda sure: [0.5 + c / 2 for c in sure])):
         head = TableHead(table)
         drafter = HeadDrafter(head)
         state = text(drafter, (1, 2, 3, seed % V, 4), temperature=temperature, seed=seed)
-        want = Want(state, most, stretch, worth, halve)
+        want = Want(state, most, stretch, worth, step, halve)
         (draft,) = drafter.propose([want])
         wanted = expected_tree(state, want)
         assert [draft.path(i) for i in range(len(draft))] == [path for path, _ in wanted]
@@ -186,9 +198,29 @@ def test_a_tree_is_the_best_of_all_trees(temperature: float, most: int, stretch:
         # The text, then at most a pass for each level but the last.
         assert head.rows[0] == 4
         assert len(head.rows) <= max(draft.depths(), default=0) + 1
-        bushy += draft.parents is not None
+        assert len(head.rows) == 1 or step < 9
         assert draft.cut(2).checked(V).tokens == draft.tokens[:2]
-    assert bushy or most < 3 or worth > 0.5
+        shapes.add(draft.parents)
+    assert len(shapes) > 1 or most in (1, 9)
+
+
+def test_the_best_tree_of_all_there_are() -> None:
+    """Every token at every place looked at: nothing that was left out is likelier than what was drafted."""
+    for seed in range(4):
+        drafter = HeadDrafter(TableHead(table))
+        state = text(drafter, (1, 2, 3, seed), seed=seed)
+        (draft,) = drafter.propose([Want(state, 4, 0, 1e-12)])
+        all_nodes: list[Node] = []
+        level: list[Node] = [((), 1.0)]
+        for _ in range(4):
+            deeper = []
+            for path, reach in level:
+                p = np.exp(table([*state.tokens[1:], *path]).astype(np.float64))
+                deeper += [((*path, token), reach * share) for token, share in enumerate((p / p.sum()).tolist())]
+            all_nodes += deeper
+            level = deeper
+        best = sorted(all_nodes, key=lambda node: -node[1])[:4]
+        assert [draft.path(i) for i in range(4)] == [path for path, _ in best]
 
 
 def test_texts_together_have_the_drafts_they_have_alone() -> None:
@@ -206,7 +238,7 @@ def test_texts_together_have_the_drafts_they_have_alone() -> None:
 
 
 def test_a_draft_of_fixed_length_is_a_chain_drawn_as_the_rule_wants_it() -> None:
-    for rule, temperature in (("match", 0.0), ("match", 1.0), ("rejection", 1.0), ("block", 1.0)):
+    for rule, temperature in (("match", 0.0), ("match", 1.0), ("rejection", 0.0), ("block", 1.0)):
         drafter = HeadDrafter(TableHead(table))
         state = text(drafter, (1, 2, 3), temperature=temperature, rule=rule)
         (draft,) = drafter.propose([Want(state, 3)])
@@ -222,6 +254,42 @@ def test_a_draft_of_fixed_length_is_a_chain_drawn_as_the_rule_wants_it() -> None
             if q is not None and (got := draft.q[i]) is not None:
                 assert np.array_equal(got.probs, q.probs)
         assert draft.tokens == tuple(tokens)
+
+
+def test_under_the_rejection_rule_a_second_token_stands_beside_the_first() -> None:
+    drafter = HeadDrafter(TableHead(table))
+    state = text(drafter, (1, 2, 3), temperature=1.0, rule="rejection")
+    (draft,) = drafter.propose([Want(state, 4)])
+    assert (draft.parents, draft.confidence, len(set(draft.tokens[:2]))) == ((-1, -1, 0, 2), None, 2)
+    assert draft.q is not None
+    first, second, third, fourth = draft.q
+    assert first is not None
+    assert second is not None
+    rest = first.dense(V)
+    assert draft.tokens[0] == state.sampler.draft(table([2, 3]))[0]
+    rest[draft.tokens[0]] = 0.0
+    np.testing.assert_allclose(second.dense(V), rest / rest.sum())
+    for q, path in ((third, draft.path(0)), (fourth, draft.path(2))):
+        p = np.exp(table([2, 3, *path]).astype(np.float64))
+        assert q is not None
+        np.testing.assert_allclose(q.dense(V), p / p.sum())
+    (short,) = drafter.propose([Want(state, 2)])
+    assert (short.parents, short.tokens[0]) == (None, draft.tokens[0])
+    only = text(drafter, (1, 2, 3), temperature=1.0, rule="rejection", top_k=1)
+    assert drafter.propose([Want(only, 4)])[0].parents is None
+
+
+def test_siblings_are_drawn_without_replacement() -> None:
+    p = np.array([0.5, 0.3, 0.15, 0.05])
+    counts = np.zeros((4, 4))
+    for seed in range(6000):
+        sampler = Sampler(SampleOpts(temperature=1.0, seed=seed, rule="rejection"), 4)
+        (a, _), (b, _) = sampler.siblings(np.log(p).astype(np.float32), 2)
+        counts[a, b] += 1
+    want = 6000 * p[:, None] * p[None, :] / (1 - p[:, None])
+    assert not counts.diagonal().any()
+    off = ~np.eye(4, dtype=bool)
+    assert ((counts - want)[off] ** 2 / want[off]).sum() < 35  # chi-square of 11 degrees: 35 is 1 in 4000
 
 
 def test_the_text_goes_on_where_it_was_read() -> None:
@@ -354,6 +422,9 @@ def test_joint_law_with_a_heads_drafts_is_the_targets(
     monkeypatch.setattr(test_verify, "choose_draft", choose_draft)
     test_verify.assert_equal_laws(test_verify.joint_law(opts, 3, 2, kind), test_verify.expected_law(opts, 3))
     assert lengths == ({1, 2} if (kind, parameters) == ("small", "dead end") else {2})
+    if rule == "rejection" and kind != "block":  # with a second token beside the first
+        test_verify.assert_equal_laws(test_verify.joint_law(opts, 2, 3, kind), test_verify.expected_law(opts, 2))
+        assert 3 in lengths
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
@@ -372,6 +443,9 @@ def test_a_seed_repeats_its_answer_whatever_was_held_or_shares_the_pass(rule: st
         for prompt in ((1, 2, 3, 4), (1, 2), (1, 2, 3, 4, 0, 0)):
             m.generate(prompt, max_tokens=5)
             assert m.generate((1, 2, 3, 4), **opts).token_ids == want.token_ids
+            fresh = model(rows=12)
+            fresh.generate(prompt, max_tokens=5, speculate=False)  # the target alone holds these tokens
+            assert fresh.generate((1, 2, 3, 4), **opts).token_ids == want.token_ids
         results = m.generate_many([(4, 3), (1, 2, 3, 4), (1, 2, 3)], **opts)
         assert results[1].token_ids == want.token_ids
 
@@ -444,7 +518,6 @@ def test_one_drafter_reads_hidden_states() -> None:
 
 def test_features_wait_in_bounded_number_while_nothing_is_drafted() -> None:
     head = TableHead(table, positions=600, rows=300)
-    drafter = HeadDrafter(head)
     most = []
 
     class Watched(HeadDrafter):
@@ -452,8 +525,12 @@ def test_features_wait_in_bounded_number_while_nothing_is_drafted() -> None:
             most.append(max(len(state.features) for state in states))
             super().absorb(states)
 
+    class Never(Controller):
+        def choose(self, asks: Sequence[Ask], rows: int = 0, others: int = 0) -> list[Choice]:
+            return [Choice() for _ in asks]
+
     drafter = Watched(head)
-    e = Engine(Decoder(TableBackend(V, positions=600, rows=300), [drafter], Controller(0)))
+    e = Engine(Decoder(TableBackend(V, positions=600, rows=300), [drafter], Never()))
     request = e.submit([1, 2] * 50, SampleOpts(max_tokens=450, temperature=1.0, seed=1))
     e.run([request])
     assert max(most) <= 128 + 100
@@ -462,6 +539,56 @@ def test_features_wait_in_bounded_number_while_nothing_is_drafted() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         e.close()
+
+
+@pytest.mark.parametrize("drafts", ["its own", "another's trees"])
+def test_hidden_states_are_those_of_the_text_in_the_heads_order(drafts: str) -> None:
+    """Whatever was refused of the drafts, and whatever the target's slot held already."""
+    taps = (6, -1, 3)
+    config = replace(HEADS["dflash"], taps=taps)
+    seen: dict[int, np.ndarray] = {}
+
+    class Watched(BlockDrafter):
+        def _read(self, batch: Sequence[tuple[State, int]]) -> None:
+            for state, _ in batch:
+                start, count = state.features.start, len(state.features)
+                rows = state.features.take(count)
+                seen.update(zip(range(start, start + count), rows, strict=True))
+                state.features.start = start
+                state.features.append(rows)
+            super()._read(batch)
+
+    def tree(state: State, n: int) -> Draft:
+        """A wrong token, and beside it the right one and the next."""
+        right = answers[state.tokens[-1]]
+        return Draft(((right[0] + 1) % VOCAB, *right), parents=(-1, -1, 1)[: len(right) + 1])
+
+    plain = LanguageModel(target(), None)
+    watched = Watched(ReferenceHead(config, tensors(config), positions=CONTEXT))
+    drafters = [watched] if drafts == "its own" else [FunctionDrafter(tree), watched]
+    with LanguageModel(target(), None, drafters=drafters, draft_tokens=3) as model:
+        for prompt in ([1, 2, 3, 4, 5], [1, 2, 3, 9, 9, 9]):
+            opts: dict[str, Any] = {"temperature": 8.0, "seed": 1, "max_tokens": 20}
+            answer = plain.generate(prompt, **opts).token_ids
+            whole = [*prompt, *answer]
+            answers = {token: whole[i + 1 : i + 3] for i, token in enumerate(whole) if whole.count(token) == 1}
+            answers = {token: answers.get(token, [0]) for token in range(VOCAB)}
+            seen.clear()
+            result = model.generate(prompt, **opts)
+            first = 2 if 9 in prompt else 0
+            assert (result.token_ids, result.stats.cached_prompt_tokens) == (answer, first)
+            assert 0 < result.stats.accepted < result.stats.drafted
+            found = plain.generate(whole, taps=taps, max_tokens=1).taps
+            assert sorted(seen) == list(range(first, len(whole) - 1))
+            for at, row in seen.items():
+                assert np.array_equal(row, np.concatenate([found[tap][at] for tap in taps]))
+
+
+def test_drafts_of_no_tokens_need_no_head() -> None:
+    head = TableHead(table)
+    model = LanguageModel(TableBackend(V), None, drafters=[HeadDrafter(head)], draft_tokens=0)
+    model.generate((1, 2, 3), max_tokens=9)
+    assert not head.rows
 
 
 def test_a_request_that_does_not_speculate_has_no_hidden_states() -> None:

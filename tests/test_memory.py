@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 import outpace
 import tiny
 import tiny_folder
+from outpace import self_draft
 from outpace.backends import memory
 from outpace.backends.base import Rows
 from outpace.backends.memory import available_memory, check_fits, estimate
@@ -227,16 +228,19 @@ def test_info_tells_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "cache": need.cache,
         "activations": need.activations,
         "total": need.total,
+        "self_draft": self_draft.memory(loaded).total,
         "available": 10**9,
         "fits": True,
     }
     wide = json.loads(info("--json", "--precision", "f32", "--context", "64").stdout)["memory"]
     assert wide["weights"] > 2 * facts["weights"]
     assert wide["cache"] == 64 * 2 * facts["cache_per_token"]
+    assert json.loads(info("--json", "--precision", "int4").stdout)["memory"]["self_draft"] is None
     small = json.loads(info("--json", "--kv-cache", "q8").stdout)["memory"]
     assert small["kv_cache"] == "q8"
     assert small["cache"] < 0.75 * facts["cache"]  # head_dim 16: a scale for every 16 numbers
-    line = r"\nmemory +\d.* in int8: weights .* cache .* in f16 for 256 tokens .*; 1.0 GB are available, fits\n"
+    parts = r"weights .* cache .* in f16 for 256 tokens .*; --draft self adds .*; 1.0 GB are available, fits"
+    line = rf"\nmemory +\d.* in int8: {parts}\n"
     assert re.search(line, info().stdout)
     have(monkeypatch, 1000)
     assert "1.0 kB are available: " in info().stdout

@@ -21,6 +21,7 @@ import outpace
 import test_controller
 import test_decode
 import test_drafters
+import test_head_drafters
 import test_sampling
 import test_speculator
 import test_verify
@@ -34,11 +35,14 @@ ORDER = [
     "slots",
     "drafters.chain",
     "drafters.draft_model",
+    "drafters.tree",
+    "drafters.head",
+    "drafters.block",
     "decode",
     "engine",
     "speculator",
 ]
-TESTS = [test_verify, test_sampling, test_decode, test_controller, test_drafters, test_speculator]
+TESTS = [test_verify, test_sampling, test_decode, test_controller, test_drafters, test_head_drafters, test_speculator]
 
 
 @dataclass(frozen=True)
@@ -185,6 +189,12 @@ MUTANTS: dict[str, Mutant] = {
         "evidence", "                for child in children:\n",
         "                for child in path[depth : depth + 1]:\n",
         test_controller.test_evidence_of_a_tree_judges_every_sibling_and_no_more_than_was_emitted),
+    "a token without a row gains": Mutant(
+        "evidence", "rank < verified and rank in path", "rank in path",
+        test_controller.test_gains_of_a_tree_are_counted_by_rank_and_what_got_no_row_gained_nothing),
+    "a draft goes on beyond what is left to say": Mutant(
+        "controller", "n + stretch - len(plan.order), len(offer.gains)", "n + stretch - len(plan.order)",
+        test_controller.test_no_draft_goes_on_beyond_what_its_request_can_use),
     "a reused slot keeps the old text": Mutant(
         "slots", "self.backend.truncate(self._used[owner], length)", "pass",
         test_decode.test_a_prompt_that_leaves_an_old_one_cuts_it_off),
@@ -197,6 +207,42 @@ MUTANTS: dict[str, Mutant] = {
     "a full acceptance without bonus emits one more": Mutant(
         "speculator", "return kept if len(kept) == n and not takes_bonus else", "return",
         test_speculator.test_self_speculation_equals_plain_greedy, ("reference-f32", None)),
+    # -- learned heads
+    "candidates are the most probable tokens, whatever the noise": Mutant(
+        "sampling", "pace = pace / exponentials(self.noise.key(Stream.TOKEN, place), tokens)", "pass",
+        test_sampling.test_sampled_candidates_are_those_that_the_race_ends_with),
+    "siblings drawn with replacement": Mutant(
+        "sampling", "left = row.tokens != token", "left = row.tokens >= 0",
+        test_head_drafters.test_siblings_are_drawn_without_replacement),
+    "a token's chance is not that of its whole path": Mutant(
+        "drafters.tree", "before * chance", "chance", test_head_drafters.test_the_best_tree_of_all_there_are),
+    "a branch forgets the tokens before it": Mutant(
+        "drafters.tree", "path, want, sampler = self._path(node)", "path, want, sampler = ()",
+        test_head_drafters.test_a_draft_of_fixed_length_is_a_chain_drawn_as_the_rule_wants_it),
+    "siblings share a row": Mutant(
+        "drafters.head", "growth.rows[node] = len(growth.rows) - 1", "growth.rows[node] = max(0, len(growth.rows) - 2)",
+        test_head_drafters.test_the_best_tree_of_all_there_are),
+    "a row is paired with its own token": Mutant(
+        "drafters.head", "state.tokens[start + 1 : start + 1 + n]", "state.tokens[start : start + n]",
+        test_head_drafters.test_the_text_goes_on_where_it_was_read),
+    "a new text trusts the last row of the old one": Mutant(
+        "drafters.head", "max(0, known - 1)", "known", test_head_drafters.test_the_text_goes_on_where_it_was_read),
+    "the markov head hears the anchor only": Mutant(
+        "drafters.block", "before = chain.tokens[-1]", "pass",
+        test_head_drafters.test_a_block_is_drawn_with_the_markov_head_and_ends_where_its_own_confidence_says),
+    "hidden states of refused tokens": Mutant(
+        "decode", "result.taps[tap][at] for tap in taps",
+        "result.taps[tap][first_row : first_row + len(at)] for tap in taps",
+        test_head_drafters.test_hidden_states_are_those_of_the_text_in_the_heads_order, ("another's trees",)),
+    "hidden states in the order of the layers": Mutant(
+        "decode", "result.taps[tap][at] for tap in taps", "result.taps[tap][at] for tap in sorted(taps)",
+        test_head_drafters.test_hidden_states_are_those_of_the_text_in_the_heads_order, ("its own",)),
+    "tokens that only the target holds": Mutant(
+        "decode", "if needed < held:", "if False:",
+        test_head_drafters.test_a_seed_repeats_its_answer_whatever_was_held_or_shares_the_pass, ("rejection",)),
+    "a head drafts before the answer's first token": Mutant(
+        "decode", "(self.emitted > 0 or not", "(True or not",
+        test_head_drafters.test_a_seed_repeats_its_answer_whatever_was_held_or_shares_the_pass, ("rejection",)),
 }  # fmt: skip
 
 

@@ -14,6 +14,7 @@ import outpace
 import tiny
 from kinds import LARGE, SUPERS, TOKENS, inputs, logits, model, product, quantised, supers
 from outpace import _native
+from outpace.backends import native
 from outpace.backends.base import Rows
 from outpace.backends.native import NativeBackend
 from outpace.backends.reference import ReferenceBackend
@@ -214,8 +215,8 @@ def test_kept_weights_give_the_same_bits(kind: str, tmp_path: Path, monkeypatch:
     source.write_bytes(b"x" * 4096)
     precision = "int8" if kind in SUPERS else "bf16"
     laid: list[str] = []
-    put = NativeBackend._put
-    monkeypatch.setattr(NativeBackend, "_put", lambda self, name, *rest: (laid.append(name), put(self, name, *rest)))
+    put = native.put
+    monkeypatch.setattr(native, "put", lambda core, name, *rest: (laid.append(name), put(core, name, *rest)))
     results = []
     for _ in range(2):
         config, weights = model(kind)

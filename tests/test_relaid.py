@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 import tiny
 import tiny_folder
 from outpace import _native, api, hub
+from outpace.backends import native
 from outpace.backends.base import Rows
 from outpace.backends.native import NativeBackend
 from outpace.backends.native_core import core_config
@@ -77,7 +78,7 @@ def test_the_same_bits_with_and_without(variant: str, isa: str, source: Path, mo
     plain, first = backend(variant, None), backend(variant, kept(source))
     assert len(files(kept(source))) == 1
     laid: list[str] = []
-    monkeypatch.setattr(NativeBackend, "_put", lambda self, name, *rest: laid.append(name))
+    monkeypatch.setattr(native, "put", lambda core, name, *rest: laid.append(name))
     second = backend(variant, kept(source))
     assert laid == []
     assert logits(plain) == logits(first) == logits(second)
@@ -152,7 +153,7 @@ def test_parts_that_do_not_fit_are_laid_out_anew(source: Path) -> None:
 )
 def test_the_core_refuses_impossible_matrices(form: list[int], source: Path) -> None:
     config, arrays = tiny.random_model("qwen3")
-    model = NativeBackend(config, WeightMap.from_tensors(arrays))._model
+    model = NativeBackend(config, WeightMap.from_tensors(arrays)).core
     name = "model.layers.0.mlp.up_proj.weight"
     fresh = fresh_model()
     room = np.zeros(320 + 64, np.uint8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -370,7 +371,7 @@ def test_sampled_candidates_are_those_that_the_race_ends_with() -> None:
         race = exponentials(s.noise.key(Stream.TOKEN, s.position), np.arange(6)) / p
         found = s.candidates(LOGITS, 6)
         assert [token for token, _ in found] == np.argsort(race).tolist()
-        np.testing.assert_allclose([sure for _, sure in found], np.sort(1 / race)[::-1] / (1 / race).sum())
+        np.testing.assert_allclose([sure for _, sure in found], np.sort(1 / race)[::-1] / (1 / race).sum(), rtol=1e-5)
 
 
 def test_a_target_much_like_the_draft_chooses_one_of_few_candidates() -> None:
@@ -392,3 +393,46 @@ def test_candidates_of_broken_logits_are_errors() -> None:
     for logits in (np.full(6, np.nan), np.full(6, -np.inf), np.array([0, 1, np.inf, 0, 0, 0])):
         with pytest.raises(NumericalError):
             sampler().candidates(logits.astype(np.float32), 3)
+
+
+@pytest.mark.parametrize(
+    "opts",
+    [
+        {"temperature": 0.0},
+        {"temperature": 1.0},
+        {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
+        {"temperature": 1.3, "min_p": 0.02},
+        {"temperature": 2.0, "top_k": 3},
+        {"temperature": 1.0, "top_p": 0.8, "min_p": 0.01},
+    ],
+)
+@pytest.mark.parametrize("some", [None, 5, 40, 700])
+def test_native_candidates_are_the_references(opts: dict[str, Any], some: int | None) -> None:
+    vocab, rng = 900, np.random.default_rng(some or 1)
+    for seed in range(12):
+        native, reference = (Sampler(SampleOpts(seed=seed, **opts), vocab, native=fast) for fast in (True, False))
+        logits = (4 * rng.standard_normal(some or vocab)).astype(np.float32)
+        ids, row = None, logits
+        if some is not None:
+            ids = np.sort(rng.choice(vocab, some, replace=False)).astype(np.int64)
+            row = np.full(vocab, -np.inf, np.float32)
+            row[ids] = logits
+            assert native.as_they_are(ids)
+        a, b = native.candidates(logits, 6, (seed,), ids), reference.candidates(row, 6, (seed,))
+        assert [token for token, _ in a] == [token for token, _ in b]
+        np.testing.assert_allclose([share for _, share in a], [share for _, share in b], rtol=2e-3)
+
+
+def test_candidates_of_some_tokens_alone_are_only_for_logits_that_stay_as_they_are() -> None:
+    ids = np.array([1, 3, 5], dtype=np.int64)
+    for more in (
+        {"logit_bias": {2: 1.0}}, {"banned_tokens": (3,)}, {"presence_penalty": 0.5}, {"allowed_tokens": (1, 2)},
+        {"bad_words": ((1, 2),)}, {"min_tokens": 2},
+    ):  # fmt: skip
+        assert not Sampler(SampleOpts(temperature=0.0, **more), 8).as_they_are(ids)
+    assert Sampler(SampleOpts(temperature=0.0, banned_tokens=(2,)), 8, known_tokens=6).as_they_are(ids)
+    assert not Sampler(SampleOpts(temperature=0.0), 8, known_tokens=5).as_they_are(ids)
+    assert Sampler(SampleOpts(temperature=0.0, min_tokens=2), 8).as_they_are(ids, (1, 1))
+    broken = Sampler(SampleOpts(temperature=0.0), 8)
+    with pytest.raises(NumericalError):
+        broken.candidates(np.array([0, np.nan, 1], np.float32), 2, (), ids)

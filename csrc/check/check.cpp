@@ -4,6 +4,7 @@
 #include <thread>
 
 #include "check.h"
+#include "head.h"
 #include "model.h"
 #include "pool.h"
 #include "sampler.h"
@@ -72,7 +73,8 @@ std::vector<Kind> kinds() {
     return found;
 }
 
-void fill(Model& model, const Kind& kind) {
+// All tensors of decoder layers and what stands around them. inputs: what the first layer's q, k and v read.
+template <class More> void fill(Stack& model, const Kind& kind, int inputs, const More& more) {
     Random random(7);
     const Config& c = model.config();
     const auto floats = [&](const std::string& name, int out, int in) {
@@ -95,8 +97,7 @@ void fill(Model& model, const Kind& kind) {
         matrix(prefix + "up_proj", inner, c.hidden_size);
         matrix(prefix + "down_proj", c.hidden_size, inner);
     };
-    matrix("model.embed_tokens", c.vocab_size, c.hidden_size);
-    if (!c.tied) matrix("lm_head", c.vocab_size, c.hidden_size);
+    more(matrix, norm);
     norm("model.norm", c.hidden_size);
     for (int i = 0; i < c.layers; ++i) {
         const std::string prefix = "model.layers." + std::to_string(i) + ".", self = prefix + "self_attn.";
@@ -104,9 +105,10 @@ void fill(Model& model, const Kind& kind) {
         norm(prefix + "post_attention_layernorm", c.hidden_size);
         norm(self + "q_norm", c.head_dim);
         norm(self + "k_norm", c.head_dim);
-        matrix(self + "q_proj", c.heads * c.head_dim, c.hidden_size);
-        matrix(self + "k_proj", c.kv_heads * c.head_dim, c.hidden_size);
-        matrix(self + "v_proj", c.kv_heads * c.head_dim, c.hidden_size);
+        const int width = i ? c.hidden_size : inputs;
+        matrix(self + "q_proj", c.heads * c.head_dim, width);
+        matrix(self + "k_proj", c.kv_heads * c.head_dim, width);
+        matrix(self + "v_proj", c.kv_heads * c.head_dim, width);
         matrix(self + "o_proj", c.hidden_size, c.heads * c.head_dim);
         const auto bias = random.reals(static_cast<size_t>(c.heads) * c.head_dim, 0.1f);
         model.put_vector(self + "q_proj.bias", bias.data(), c.heads * c.head_dim);
@@ -122,11 +124,76 @@ void fill(Model& model, const Kind& kind) {
     model.ready();
 }
 
+// Learned heads on the model: the rows, a tree and its hidden states of one that steps, the blocks of one that guesses
+// them whole.
+void heads(const Model& model, const Kind& kind, Random& random, Digest& digest) {
+    using S = HeadShape;
+    Config layers = kind.config;
+    layers.layers = 1;
+    layers.windows = {5};
+    layers.moe = {0};
+    const int hidden = layers.hidden_size, taps = 3, rank = 12, drafts = 47, rows = 70;
+    const size_t width = static_cast<size_t>(taps) * hidden, count = rows;
+    for (const auto algorithm : {S::Algorithm::eagle3, S::Algorithm::dflash}) {
+        const bool steps = algorithm == S::Algorithm::eagle3;
+        HeadShape shape{algorithm, taps, hidden, drafts, false, true, true, S::FeatureNorm::none, 4, 7, true,
+                S::Markov::vanilla, rank, false, false};  // gates use the system's exp and tanh
+        if (steps) shape.markov = S::Markov::none, shape.markov_rank = 0;
+        Kind own = kind;
+        own.config = layers;
+        Head head(model, layers, shape, 2, 300, 80, kind.cache);
+        fill(head, own, steps ? 2 * hidden : hidden, [&](const auto& matrix, const auto& norm) {
+            matrix("lm_head", drafts, hidden);
+            matrix("fc", hidden, static_cast<int>(width));
+            norm("hidden_norm", hidden);
+            if (steps) return;
+            matrix("markov_w1", layers.vocab_size, rank);
+            matrix("markov_w2", drafts, rank);
+        });
+        const int slot = head.open();
+        const std::vector<float> features = random.reals(count * width, 1.0f);
+        std::vector<float> logits(count * drafts), states(count * hidden);
+        if (!steps) {
+            std::vector<float> state(rank), bias(drafts);
+            head.read(slot, rows, features.data());
+            logits.resize(4 * drafts);
+            states.resize(4 * static_cast<size_t>(hidden));
+            head.block({slot}, {3}, 4, logits.data(), states.data());
+            head.markov(5, states.data(), state.data(), bias.data());
+            digest.add(bias);
+        } else {
+            HeadShare share;
+            share.slot = slot;
+            std::vector<int> all;
+            for (int i = 0; i < rows; ++i) {
+                all.push_back(i);
+                share.tokens.push_back(random.within(0, layers.vocab_size - 1));
+                share.parents.push_back(i - 1);
+            }
+            head.forward({share}, all, features.data(), nullptr, logits.data(), states.data());
+            head.commit(slot, all);
+            share.own = true;
+            share.tokens.resize(5);
+            share.parents = {-1, -1, 0, 0, 1};
+            head.forward({share}, {0, 1, 2, 3, 4}, nullptr, states.data(), logits.data(), states.data());
+            share.append = true;
+            share.parents = {4, 4, 2, 5, 5};
+            head.forward({share}, {0, 1, 2, 3, 4}, nullptr, states.data(), logits.data(), states.data());
+        }
+        digest.add(logits);
+        digest.add(states);
+    }
+}
+
 // A prompt in uneven pieces over the edge of a chunk of attention, then a tree, its longest path, a fork beside it, and
 // rows one by one: the digest of all logits, of the last layer's states, and of tokens that are drawn from them.
 uint64_t passes(const Kind& kind, int threads) {
     Model model(kind.config, 3, 400, 128, threads, kind.cache);
-    fill(model, kind);
+    const int width = kind.config.hidden_size;
+    fill(model, kind, width, [&](const auto& matrix, const auto&) {
+        matrix("model.embed_tokens", kind.config.vocab_size, width);
+        if (!kind.config.tied) matrix("lm_head", kind.config.vocab_size, width);
+    });
     Random random(11);
     Digest digest;
     const size_t vocabulary = static_cast<size_t>(kind.config.vocab_size), hidden = static_cast<size_t>(kind.config.hidden_size);
@@ -148,8 +215,8 @@ uint64_t passes(const Kind& kind, int threads) {
         model.forward(shares, wanted, logits.data(), {kind.config.layers - 1}, states.data());
         digest.add(logits);
         digest.add(states);
-        digest.add(static_cast<uint32_t>(choose(logits.data(), vocabulary, {0.8, 20, 0.9, 0.0}, random.next())));
-        digest.add(static_cast<uint32_t>(choose(logits.data(), vocabulary, {1.0, 0, 1.0, 0.0}, random.next())));
+        digest.add(static_cast<uint32_t>(choose(logits.data(), vocabulary, nullptr, {0.8, 20, 0.9, 0.0}, random.next())));
+        digest.add(static_cast<uint32_t>(choose(logits.data(), vocabulary, nullptr, {1.0, 0, 1.0, 0.0}, random.next())));
     };
     const auto all = [](int n) {
         std::vector<int> rows;
@@ -176,6 +243,7 @@ uint64_t passes(const Kind& kind, int threads) {
         model.commit(a, {0});
         model.commit(b, {0});
     }
+    heads(model, kind, random, digest);
     return digest.value();
 }
 

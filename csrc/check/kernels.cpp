@@ -73,8 +73,12 @@ class Comparison {
         };
         compare_found("at_least", kernels_portable->at_least(x.data(), n, cut, limit, a.data()),
                       family_.at_least(x.data(), n, cut, limit, b.data()));
-        compare_found("racers", kernels_portable->racers(x.data(), 0, n, largest, inverse, key, 0.7, a.data()),
-                      family_.racers(x.data(), 0, n, largest, inverse, key, 0.7, b.data()));
+        std::vector<int64_t> some(n);
+        for (size_t i = 0; i < n; ++i) some[i] = static_cast<int64_t>(3 * i + 1);
+        for (const int64_t* ids : {static_cast<const int64_t*>(nullptr), static_cast<const int64_t*>(some.data())}) {
+            compare_found("racers", kernels_portable->racers(x.data(), ids, 0, n, largest, inverse, key, 0.7, a.data()),
+                          family_.racers(x.data(), ids, 0, n, largest, inverse, key, 0.7, b.data()));
+        }
         expect(kernels_portable->weight_sum(x.data(), n, largest, inverse) ==
                    family_.weight_sum(x.data(), n, largest, inverse),
                std::string("weight_sum of ") + family_.name + " differs");

@@ -223,3 +223,15 @@ def int8_peak(threads: int, seconds: float) -> float:
 
 def choose(logits: NDArray[np.float32], temperature: float, top_k: int, top_p: float, min_p: float, key: int) -> int:
     """The token that sampling.py's reference chooses from logits [n] by the noise of `key`; -1 for broken logits."""
+
+def candidates(
+    logits: NDArray[np.float32],
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    key: int,
+    count: int,
+    ids: I64 | None = None,
+) -> list[tuple[int, float]]:
+    """Sampler.candidates of sampling.py. ids: the tokens [n], ascending, that logits are of. [] for broken logits."""

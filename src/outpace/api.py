@@ -4,12 +4,12 @@
     model = outpace.load("smollm2-135m")
     print(model.chat([{"role": "user", "content": "Why is the sky blue?"}]).text)
 
-Neighbours: engine.py runs the requests; here names become files, text becomes tokens, requests become results.
+Neighbours: opening.py opens what a name means, engine.py runs the requests; here text becomes tokens and requests
+become results.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -18,41 +18,21 @@ from typing import Any, Literal
 
 import numpy as np
 
-from . import hub
 from .backends.base import Backend
-from .backends.memory import check_fits, estimate
-from .backends.native import NativeBackend
-from .backends.reference import ReferenceBackend
-from .cache import CacheOption, cache_kind
+from .cache import CacheOption
 from .config import ModelConfig
-from .controller import MAX_DRAFT, Controller
-from .costs import kept_shape
+from .controller import Controller
 from .decode import Decoder, Request
-from .drafters import (
-    BlockDrafter,
-    DatastoreDrafter,
-    Drafter,
-    DraftModelDrafter,
-    HeadDrafter,
-    NgramDrafter,
-    SuffixDrafter,
-)
-from .drafters.datastore import open_for
+from .drafters import Drafter
 from .engine import Engine
-from .json_file import read_json
-from .models.loading import LoadedModel, load_model
-from .models.quantise import Precision, check_precision
-from .sampling import generation_defaults
+from .models.quantise import Precision
+from .opening import Options, open_model
 from .text.stream import TextStream
 from .text.template import ChatTemplate, encode_chat
-from .text.tokenizer import Tokenizer, same_vocabulary
-from .types import F32, ModelError, Round, SampleOpts, Stats, TokenLogprobs, UsageError
-from .weights.relaid import Relaid
-from .weights.tensor import Tensor
+from .text.tokenizer import Tokenizer
+from .types import F32, Round, SampleOpts, Stats, TokenLogprobs, UsageError
 
 DEFAULT_MODEL = "smollm2-135m"
-HEADS = ("mtp", "eagle3", "dflash")
-DRAFTERS = ("auto", *HEADS, "draft_model", "self", "ngram", "suffix", "datastore", "none")
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -100,6 +80,7 @@ def load(
     draft_model: str | Path | None = None,
     datastore: str | Path | None = None,
     draft_tokens: int | None = None,
+    draft_layers: int | None = None,
     context: int | None = None,
     kv_cache: CacheOption = "auto",
     slots: int = 16,
@@ -115,171 +96,49 @@ def load(
     has more than 4 bits to 4; "f32" computes in float32; "bf16" does so with weights of 2 bytes: those of F16 and
     BF16 files as they are, F32 and FP8 rounded to bfloat16. draft: "auto", "mtp", "eagle3", "dflash", "draft_model",
     "self", "ngram", "suffix", "datastore" or "none"; "auto" takes the text itself, and beside it the head, given or
-    inside the model, the draft model and the datastore where they are given. head: a learned draft head made for the
-    model, a folder, a file or a Hugging Face id; draft="mtp" finds one inside the model, too. draft_model: the model
-    that drafts; "self": the model's own weights at 4 bits, held a second time, and the text. datastore: a file of
-    `outpace index`. draft_tokens: always draft this many (0 .. 15), from the head or draft model where there is one,
-    instead of deciding by evidence. context: tokens a request may hold, prompt and answer; the model's own limit by
-    default. kv_cache: how keys and values of past tokens are held: "f32", "f16", "q8" (8 bits: half of f16's memory),
-    or "auto": f32 when precision is "f32", else f16. slots: requests at once. backend: "native", or "reference" for
-    the slow NumPy oracle. cache: keep the weights as the kernels read them on the disk (hub.relaid), so that the next
-    load only maps them; the results are the same. offline, progress: as hub.resolve, for a model that is not on this
-    machine yet. What is odd about a model but no error is a warning.
+    inside the model, the draft model and the datastore where they are given, else "self" where that can be expected to
+    pay (self_draft.py). head: a learned draft head made for the model, a folder, a file or a Hugging Face id;
+    draft="mtp" finds one inside the model, too. draft_model: the model that drafts; "self": the model's own weights at
+    4 bits, held a second time, and the text. datastore: a file of `outpace index`. draft_tokens: always draft this many
+    (0 .. 15), from the head or draft model where there is one, instead of deciding by evidence. draft_layers: how many
+    of its layers "self" keeps; all by default. context: tokens a request may hold, prompt and answer; the model's own
+    limit by default. kv_cache: how keys and values of past tokens are held: "f32", "f16", "q8" (8 bits: half of f16's
+    memory), or "auto": f32 when precision is "f32", else f16. slots: requests at once. backend: "native", or
+    "reference" for the slow NumPy oracle. cache: keep the weights as the kernels read them on the disk (hub.relaid), so
+    that the next load only maps them; the results are the same. offline, progress: as hub.resolve, for a model that is
+    not on this machine yet. What is odd about a model but no error is a warning.
 
     Raises UsageError, HubError, ModelError, or CapacityError when memory does not suffice.
     """
-    if draft not in DRAFTERS:
-        raise UsageError(f"draft must be one of {', '.join(DRAFTERS)}, got {draft!r}")
-    if head is not None and draft not in ("auto", *HEADS):
-        raise UsageError(f"a head goes with draft='auto', 'mtp', 'eagle3' or 'dflash', not with {draft!r}")
-    if draft in HEADS[1:] and head is None:
-        raise UsageError(f"draft={draft!r} needs head=PATH, a head of that kind made for this model")
-    if draft_model is not None and draft not in ("auto", "draft_model"):
-        raise UsageError(f"a draft model goes with draft='auto' or 'draft_model', not with {draft!r}")
-    if draft == "draft_model" and draft_model is None:
-        raise UsageError("draft='draft_model' needs draft_model=NAME")
-    if datastore is not None and draft not in ("auto", "datastore"):
-        raise UsageError(f"a datastore goes with draft='auto' or 'datastore', not with {draft!r}")
-    if draft == "datastore" and datastore is None:
-        raise UsageError("draft='datastore' needs datastore=FILE, made by `outpace index`")
-    if draft_tokens is not None and not (isinstance(draft_tokens, int) and 0 <= draft_tokens <= MAX_DRAFT):
-        raise UsageError(f"draft_tokens must be in 0 .. {MAX_DRAFT}, got {draft_tokens!r}")
-    check_precision(precision)
-    cache_kind(kv_cache, precision)
-    if backend not in ("native", "reference"):
-        raise UsageError(f"backend must be native or reference, got {backend!r}")
-    if not isinstance(cache, bool):
-        raise UsageError(f"cache must be True or False, got {cache!r}")
-    if context is not None and not isinstance(context, int):
-        raise UsageError(f"context must be a whole number, got {context!r}")
-
-    def open_backend(loaded: LoadedModel, positions: int | None, precision: Precision = precision) -> Backend:
-        if positions is not None and not 1 <= positions <= loaded.config.max_position_embeddings:
-            limit = loaded.config.max_position_embeddings
-            raise UsageError(f"context must be in 1 .. {limit} for {loaded.path}, got {positions}")
-        if backend == "reference":
-            return ReferenceBackend(
-                loaded.config,
-                loaded.weights,
-                precision=precision,
-                slots=slots,
-                positions=positions,
-                kv_cache=kv_cache,
-            )
-        check_fits(loaded.path, loaded.config, loaded.weights, precision, positions, kv_cache)
-        return NativeBackend(
-            loaded.config,
-            loaded.weights,
-            precision=precision,
-            slots=slots,
-            positions=positions,
-            threads=threads,
-            kv_cache=kv_cache,
-            relaid=Relaid(hub.relaid(loaded.path), loaded.path) if cache else None,
-        )
-
-    def open_files(name: str | Path) -> LoadedModel:
-        loaded = load_model(hub.resolve(name, offline=offline, progress=progress))
-        for notice in loaded.notices:
-            warnings.warn(notice, stacklevel=3)
-        return loaded
-
-    loaded = open_files(model)
-    if draft == "mtp" and head is None and not loaded.head:
-        raise UsageError(f"draft='mtp' needs head=PATH: {model} has no head inside")
-    tokenizer = load_tokenizer(loaded)
-    corpus = None if datastore is None else DatastoreDrafter(open_for(datastore, tokenizer, str(model)))
-    target = open_backend(loaded, context)
-    drafters: list[Drafter] = []  # the main one first
-    if head is not None:
-        path = Path(head) if Path(head).exists() else hub.resolve(head, offline=offline, progress=progress)
-        drafters.append(open_head(path, loaded, target, draft))
-    elif loaded.head and draft in ("auto", "mtp"):
-        try:
-            drafters.append(open_head(loaded.path, loaded, target, draft))
-        except ModelError as error:
-            if draft == "mtp":
-                raise
-            warnings.warn(f"the draft head inside the model is not used: {error}", stacklevel=2)
-    if draft_model is not None:
-        small = open_files(draft_model)
-        difference = same_vocabulary(tokenizer, load_tokenizer(small))
-        if difference is not None:
-            raise UsageError(f"{draft_model} cannot draft for {model}: {difference}")
-        positions = min(target.capacity.positions, small.config.max_position_embeddings)
-        drafters.append(DraftModelDrafter(open_backend(small, positions)))
-    elif draft == "self":
-        small = open_files(model)
-        four, own = (estimate(small.config, small.weights, bits).weights for bits in ("int4", precision))
-        if four > 0.9 * own:
-            raise UsageError(f"draft='self' drafts at 4 bits, which {model} has already: use another drafter")
-        drafters.append(DraftModelDrafter(open_backend(small, target.capacity.positions, "int4"), "self"))
-    if draft in ("auto", "self", "suffix"):  # the suffix automaton finds what n-grams find
-        drafters.append(SuffixDrafter())
-    elif draft == "ngram":
-        drafters.append(NgramDrafter())
-    if corpus is not None:
-        drafters.append(corpus)
-    shape = None
-    if drafters and draft_tokens is None:
-        how = f"{target.isa}, {target.threads} threads" if isinstance(target, NativeBackend) else backend
-        kept = hub.relaid(loaded.path) / "costs.json" if cache else None
-        when = loaded.path.stat().st_mtime_ns
-        shape = kept_shape(target, kept, f"{precision}, {kv_cache} cache, {how}, of {when}")
-    return LanguageModel(
-        target,
-        tokenizer,
-        drafters=drafters,
+    options = Options(
+        model=model,
+        precision=precision,
+        draft=draft,
+        head=head,
+        draft_model=draft_model,
+        datastore=datastore,
         draft_tokens=draft_tokens,
-        shape=shape,
-        template=load_template(loaded, tokenizer),
-        defaults=load_defaults(loaded),
+        draft_layers=draft_layers,
+        context=context,
+        kv_cache=kv_cache,
+        slots=slots,
+        threads=threads,
+        backend=backend,
+        cache=cache,
+        offline=offline,
+        progress=progress,
+    )
+    parts = open_model(options)
+    return LanguageModel(
+        parts.target,
+        parts.tokenizer,
+        drafters=parts.drafters,
+        draft_tokens=draft_tokens,
+        shape=parts.shape,
+        template=parts.template,
+        defaults=parts.defaults,
         name=str(model),
     )
-
-
-def open_head(path: Path, loaded: LoadedModel, target: Backend, draft: str = "auto") -> Drafter:
-    """The drafter with the learned head at `path`, which runs beside its target. draft: the algorithm that it must be
-    of, or "auto". Raises UsageError for another one, ModelError for a head that does not fit the model."""
-    from .backends.running_head import run_head
-    from .heads.loading import borrowed, load_head
-
-    head = load_head(path, loaded.config)
-    kind = head.config.algorithm
-    if draft not in ("auto", kind):
-        raise UsageError(f"{path} is a head of kind {kind}, not {draft}: use draft={kind!r}")
-    own = {name: head.weights.take_tensor(name) for name in head.weights.keys()}  # noqa: SIM118
-
-    def borrow() -> dict[str, Tensor]:  # the target took its own
-        return borrowed(head.config, load_model(loaded.path).weights, loaded.config)
-
-    running = run_head(target, head.config, own, borrow, head.d2t)
-    return BlockDrafter(running) if kind == "dflash" else HeadDrafter(running)
-
-
-def load_tokenizer(loaded: LoadedModel) -> Tokenizer:
-    """The model's tokenizer, from the GGUF file's metadata or the folder's tokenizer.json. Raises ModelError."""
-    return Tokenizer.from_folder(loaded.path) if loaded.metadata is None else Tokenizer.from_gguf(loaded.metadata)
-
-
-def load_template(loaded: LoadedModel, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """The model's chat template, None where it has none. Raises ModelError."""
-    if loaded.metadata is None:
-        return ChatTemplate.from_folder(loaded.path)
-    return ChatTemplate.from_gguf(loaded.metadata, tokenizer)
-
-
-def load_defaults(loaded: LoadedModel) -> dict[str, Any]:
-    """Sampling defaults of the model's authors: generation_config.json beside the weights; {} where there is none.
-
-    Raises ModelError for a value that cannot be right.
-    """
-    folder = loaded.path if loaded.path.is_dir() else loaded.path.parent
-    file = folder / "generation_config.json"
-    try:
-        return generation_defaults(read_json(file, missing={}))
-    except UsageError as error:
-        raise ModelError(f"{file}: {error}") from None
 
 
 class LanguageModel:
@@ -328,6 +187,11 @@ class LanguageModel:
             f"<LanguageModel {self.name or 'without a name'}: {shape}, context {self.target.capacity.positions}, "
             f"drafter {drafters}{closed}>"
         )
+
+    @property
+    def stats(self) -> Stats:
+        """What all answers so far came to together, each shared pass counted once."""
+        return self.engine.decoder.total
 
     @property
     def config(self) -> ModelConfig:

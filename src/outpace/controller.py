@@ -17,6 +17,7 @@ where they did not pay.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -28,7 +29,7 @@ MAX_DRAFT = 15  # with the pending token 16 rows: the width that kernels are bui
 FIXED_DRAFT = 4  # length for the rejection and block rules
 _ANCHOR_EVERY = 128  # rounds with drafts between two measurements of the plain round
 _PROBE_SHARE = 0.01  # of the tokens per second may be spent on trying sources that do not promise to pay
-_PROBE_NEW = 2  # tokens of a first draft
+_NOTHING = 1e-9  # a worth that every token has
 _PROBE_EVERY = 8, 1024  # ... but not more often, nor more seldom, in rounds
 
 
@@ -37,13 +38,14 @@ class Offer:
     """What a source can do for a request. gains[i]: the chance that draft token i is reached and accepted.
 
     draft: the tokens, from a source whose drafts cost nothing; None from one that drafts when it is chosen. main: the
-    source that requests with a fixed draft take.
+    source that requests with a fixed draft take. rows[i]: the chance that token i gets a row at all; None: it will.
     """
 
     source: str
     gains: Sequence[float]
     draft: Draft | None = None
     main: bool = True
+    rows: Sequence[float] | None = None
 
 
 @dataclass(slots=True)
@@ -57,12 +59,23 @@ class Ask:
 
 @dataclass(slots=True)
 class Choice:
-    """One offer and its length. None: no draft. worth: a token that is reached and accepted with a smaller chance than
-    this is not worth its row; 0.0 where the length is fixed."""
+    """One offer and its length. None: no draft.
+
+    worth, step, stretch: what the source is told with it (drafters/base.py: Want); 0 where the length is fixed. trial:
+    tokens that the source drafts so that its cost is known; only `length` of them are verified.
+    """
 
     offer: Offer | None = None
     length: int = 0
     worth: float = 0.0
+    step: float = 0.0
+    stretch: int = 0
+    trial: int = 0
+
+    @property
+    def asks(self) -> str:
+        """The source that has to draft now; "" for none."""
+        return self.offer.source if self.offer is not None and self.offer.draft is None and self.length else ""
 
 
 class Controller:
@@ -82,13 +95,44 @@ class Controller:
         return Evidence(self.evidence)
 
     def choose(self, asks: Sequence[Ask], rows: int = 0, others: int = 0) -> list[Choice]:
-        """A choice for each request. rows: of the pass that belong to other requests, `others` in number."""
+        """A choice for each request. rows: of the pass besides one for each of these requests: `others` requests, and
+        what they and these read of prompts."""
         choices = [self._steady(ask) for ask in asks]
         free = [i for i, ask in enumerate(asks) if not self._is_steady(ask)]
         base = rows + len(asks) + sum(choice.length for choice in choices)
-        for i, choice in zip(free, self._by_evidence(base, [asks[i] for i in free], others + len(asks)), strict=True):
+        found = self._by_evidence(base, [asks[i] for i in free], others + len(asks), reading=rows > others)
+        for i, choice in zip(free, found, strict=True):
             choices[i] = choice
         return choices
+
+    def settle(
+        self,
+        asks: Sequence[Ask],
+        choices: Sequence[Choice],
+        made: Sequence[Offer | None],
+        rows: int = 0,
+        others: int = 0,
+    ) -> list[tuple[Offer | None, int]]:
+        """For each request the draft that is verified, an offer and a length. made: what the chosen sources drafted.
+
+        Drafts that say how sure their source is get the rows that they turned out to be worth; one that there already
+        was takes their place where it is worth more.
+        """
+        settled = [(new or choice.offer, choice.length) for choice, new in zip(choices, made, strict=True)]
+        judged = [i for i, new in enumerate(made) if new is not None and choices[i].worth and not choices[i].trial]
+        judged = [i for i in judged if _tells(made[i])]
+        if not judged:
+            return settled
+        fixed = [pair for i, pair in enumerate(settled) if i not in judged]
+        base = rows + len(asks) + sum(length for _, length in fixed)
+        sure = others + len(asks) + sum(sum(offer.gains[:length]) for offer, length in fixed if offer is not None)
+        drafts = [[made[i], *asks[i].offers] for i in judged]
+        offers = [[o for o in each if o is not None and o.draft is not None and o.gains] for each in drafts]
+        most = sum(max((len(offer.gains) for offer in each), default=0) for each in offers)
+        plan = _Planner(self.costs, sure, self.costs.passes(base, base + most, reading=rows > others)).best(offers)
+        for i, offer, length in zip(judged, plan.offers, plan.counts(), strict=True):
+            settled[i] = (offer, length)
+        return settled
 
     def _is_steady(self, ask: Ask) -> bool:
         return self.fixed is not None or ask.evidence.steady
@@ -98,102 +142,164 @@ class Controller:
         if not self._is_steady(ask) or not ask.offers or not ask.offers[0].main:
             return Choice()
         main = ask.offers[0]
-        return Choice(main, min(length, ask.most, len(main.gains)))
+        return Choice(main, min(length, ask.most if main.draft is None else len(main.draft)))
 
-    def _by_evidence(self, base: int, asks: Sequence[Ask], sure: int) -> list[Choice]:
-        """base: rows of the pass without these drafts; sure: the tokens it emits without any draft."""
+    def _by_evidence(self, base: int, asks: Sequence[Ask], sure: int, reading: bool) -> list[Choice]:
+        """base: rows of the pass without these drafts. sure: tokens it emits without them. reading: also of a prompt,
+        which counts as much as a token."""
         none = [Choice() for _ in asks]
-        if not any(offer.gains for ask in asks for offer in ask.offers):
+        most = max((len(offer.gains) for ask in asks for offer in ask.offers), default=0)
+        if not most:
             return none
-        if not self.costs.knows(base) or self._since_plain.get(base, 0) >= _ANCHOR_EVERY:
+        if not reading and (not self.costs.knows(base) or self._since_plain.get(base, 0) >= _ANCHOR_EVERY):
             self._since_plain[base] = 0
             return none
-        choices, rate = self._best(base, sure, asks)
+        planner = _Planner(self.costs, sure, self.costs.passes(base, base + most * len(asks), reading=reading))
+        plan = planner.best([[o for o in ask.offers if o.gains and not self._is_new(o)] for ask in asks])
+        choices = planner.choices(plan)
+        self._probe(planner, plan, asks, choices)
         if any(choice.length for choice in choices):
             self._since_plain[base] = self._since_plain.get(base, 0) + 1
-        return self._probe(base, sure, asks, choices, rate)
-
-    def _probe(
-        self, base: int, sure: int, asks: Sequence[Ask], choices: list[Choice], best_rate: float
-    ) -> list[Choice]:
-        """Now and then tries a source that costs something and was not chosen for long: the nearer it came to paying,
-        the sooner."""
-        drafting = [choice for choice in choices if choice.length]
-        if any(choice.offer is not None and choice.offer.draft is None for choice in drafting):
-            self._idle = 0
-            return choices
-        self._idle += 1
-        if self._idle < _PROBE_EVERY[0]:
-            return choices
-        costly = [(i, offer) for i, ask in enumerate(asks) for offer in ask.offers if offer.draft is None]
-        if not costly:
-            return choices
-        costs = self.costs.passes(base, base + max(len(offer.gains) for _, offer in costly))
-        trials = [(*self._prefix(offer, sure, costs), i, offer) for i, offer in costly if offer.gains]
-        rate, length, i, offer = max(trials, key=lambda trial: trial[0])
-        # Tokens that the best choice would have emitted in the time, and this one is not expected to.
-        lost = (best_rate - rate) * (costs[length] + length * self._token_s(offer))
-        patience = min(_PROBE_EVERY[1], lost / (_PROBE_SHARE * sure))
-        if self._idle >= patience or self.costs.is_new(offer.source):
-            self._idle = 0
-            choices[i] = Choice(offer, length)
         return choices
 
-    def _best(self, base: int, sure: int, asks: Sequence[Ask]) -> tuple[list[Choice], float]:
-        """The choices with the most expected tokens per second, and how many these are."""
-        most = sum(max((len(offer.gains) for offer in ask.offers), default=0) for ask in asks)
-        costs = self.costs.passes(base, base + most)
-        picked = [self._pick(ask, sure, costs) for ask in asks]
-        chosen, order, spent = [0] * len(asks), [], 0.0
+    def _is_new(self, offer: Offer) -> bool:
+        return offer.draft is None and self.costs.is_new(offer.source)
+
+    def _probe(self, planner: _Planner, plan: _Plan, asks: Sequence[Ask], choices: list[Choice]) -> None:
+        """Tries a source that costs something: at once while its cost is unknown; else when none was chosen for long,
+        the sooner the nearer it came to paying, and again when such a trial went surprisingly well."""
+        self._idle = 0 if any(choice.asks for choice in choices) else self._idle + 1
+        costly = [(i, o) for i, ask in enumerate(asks) for o in ask.offers if o.draft is None and o.gains]
+        for i, offer in costly:
+            if self._is_new(offer):
+                # One token, then several for about the time of a pass, so that two lengths give a line, and one more.
+                affordable = planner.rows_s[0] / (self.costs.draft(offer.source) or math.inf)
+                tokens = (
+                    min(asks[i].most, max(2, min(6, int(affordable)))) if self.costs.timed(offer.source) == 1 else 1
+                )
+                choices[i] = Choice(offer, 1, planner.worth(plan.rate), planner.step(plan.rate, offer), trial=tokens)
+                return
+        surprised = any(asks[i].evidence.surprised(offer.source) for i, offer in costly)
+        if not costly or not self._idle or (self._idle < _PROBE_EVERY[0] and not surprised):
+            return
+        trials = [(planner.plan([offer], least=1), i) for i, offer in costly]
+        trial, i = max(trials, key=lambda each: each[0].rate)
+        # Tokens that the best plan would have emitted in the time, and this one is not expected to.
+        lost = (plan.rate - trial.rate) * trial.seconds
+        patience = min(max(lost / (_PROBE_SHARE * planner.sure), _PROBE_EVERY[0]), _PROBE_EVERY[1])
+        source = trial.offers[0].source if trial.offers[0] is not None else ""
+        if self._idle >= patience or asks[i].evidence.surprised(source):
+            self._idle = 0
+            choices[i] = planner.choices(trial)[0]
+
+
+def _tells(made: Offer | None) -> bool:
+    """Whether a draft that was made says more about its worth than was known before."""
+    return made is not None and made.draft is not None and (made.draft.confidence is not None or not len(made.draft))
+
+
+@dataclass(slots=True)
+class _Plan:
+    """For each request an offer; the requests in the order in which they get their tokens; what is expected of it."""
+
+    offers: Sequence[Offer | None]
+    order: Sequence[int]
+    rows: float
+    pass_s: float
+    seconds: float
+    rate: float  # tokens a second
+
+    def counts(self) -> list[int]:
+        """How many tokens of each request's offer."""
+        return [self.order.count(i) for i in range(len(self.offers))]
+
+
+class _Planner:
+    """Plans of one pass. sure: tokens that it emits without any draft. rows_s: its seconds by rows of drafts."""
+
+    def __init__(self, costs: Costs, sure: float, rows_s: Sequence[float]) -> None:
+        self.costs, self.sure, self.rows_s = costs, sure, rows_s
+
+    def best(self, offers: Sequence[Sequence[Offer]]) -> _Plan:
+        """The plan with the most expected tokens a second. offers: of each request."""
+        if len(offers) == 1:
+            plans = [self.plan([offer]) for offer in offers[0]] or [self.plan([None])]
+            return max(plans, key=lambda each: each.rate)
+        picked = [self._pick(each) for each in offers]
+        plan = self.plan(picked)
+        if any(offer is not None and offer.draft is None for offer in picked):
+            # A draft that costs something may pay for itself and yet stand in the way of those that do not.
+            free = self.plan([self._pick([o for o in each if o.draft is not None]) for each in offers])
+            plan = max(free, plan, key=lambda each: each.rate)
+        return plan
+
+    def _pick(self, offers: Sequence[Offer]) -> Offer | None:
+        """The offer that alone gives the pass the most tokens a second; the first of equal ones, None without any."""
+        if len(offers) < 2:
+            return offers[0] if offers else None
+        return max(offers, key=lambda offer: self.plan([offer], least=1).rate)
+
+    def plan(self, offers: Sequence[Offer | None], least: int = 0) -> _Plan:
+        """Rows handed out one by one, each to the offer whose next token promises most; the count with the most
+        expected tokens a second, at least `least` where there are as many."""
+        chosen, order = [0] * len(offers), list[int]()
+        asked: dict[str, list[int]] = {}  # source that drafts when it is chosen -> requests, and tokens for them
         # (minus the chance that the request's next row is reached and accepted, the request)
-        heap = [(-offer.gains[0], i) for i, offer in enumerate(picked) if offer is not None]
+        heap = [(-offer.gains[0], i) for i, offer in enumerate(offers) if offer is not None]
         heapq.heapify(heap)
-        expected = float(sure)
-        best_rate, best_count, drafting = expected / costs[0], 0, [0.0]
+        rows_s = self.rows_s
+        tokens, rows, pass_s, took = self.sure, 0.0, rows_s[0], rows_s[0]
+        # count of tokens, rows, seconds of the pass, with the drafting; tokens a second
+        best = 0, rows, pass_s, took, (0.0 if least and heap else tokens / took)
         while heap:
-            minus_gain, i = heapq.heappop(heap)
-            offer = picked[i]
+            minus_gain, i = heap[0]
+            offer = offers[i]
             assert offer is not None
-            expected -= minus_gain
-            chosen[i] += 1
+            n, at = chosen[i], len(order)
+            row = 1.0 if offer.rows is None else offer.rows[n]
+            tokens -= minus_gain
+            rows += row
+            pass_s += row * (rows_s[at + 1] - rows_s[at])
+            chosen[i] = n + 1
             order.append(i)
-            spent += self._token_s(offer)
-            drafting.append(spent)
-            rate = expected / (costs[len(order)] + spent)
-            if rate > best_rate:
-                best_rate, best_count = rate, len(order)
-            if chosen[i] < self._most(offer):
-                heapq.heappush(heap, (-offer.gains[chosen[i]], i))
-        if not best_count:
-            return [Choice() for _ in asks], best_rate
-        last = costs[best_count] - costs[0] + drafting[best_count]
-        worth = best_rate * last / best_count  # of an average row
-        counts = [order[:best_count].count(i) for i in range(len(asks))]
-        choices = [
-            Choice(offer, n, worth) if offer is not None and n else Choice()
-            for offer, n in zip(picked, counts, strict=True)
-        ]
-        return choices, best_rate
+            took = pass_s
+            if offer.draft is None:
+                drafts = asked.setdefault(offer.source, [0, 0])
+                drafts[0] += not n
+                drafts[1] += 1
+            for source, drafts in asked.items():
+                took += self.costs.draft(source, drafts[1], drafts[0])
+            if tokens > best[4] * took and at + 1 >= least:
+                best = at + 1, rows, pass_s, took, tokens / took
+            if n + 1 < len(offer.gains):
+                heapq.heapreplace(heap, (-offer.gains[n + 1], i))
+            else:
+                heapq.heappop(heap)
+        return _Plan(offers, order[: best[0]], *best[1:])
 
-    def _most(self, offer: Offer) -> int:
-        """Tokens of the offer that may be drafted: until a source's cost is known, few."""
-        new = offer.draft is None and self.costs.is_new(offer.source)
-        return min(len(offer.gains), _PROBE_NEW) if new else len(offer.gains)
+    def choices(self, plan: _Plan) -> list[Choice]:
+        """What the plan means for each request. Drafts may go on beyond it while rows cost about the same."""
+        counts = plan.counts()
+        worth = max(_NOTHING, plan.rate * (plan.pass_s - self.rows_s[0]) / plan.rows) if plan.rows else _NOTHING
+        asked = [offer.source for offer, n in zip(plan.offers, counts, strict=True) if offer is not None and n]
+        stretch = len(plan.order)
+        while stretch + 1 < len(self.rows_s) and self.worth(plan.rate, stretch) <= 2.0 * worth:
+            stretch += 1
+        choices = []
+        for offer, n in zip(plan.offers, counts, strict=True):
+            if offer is None or not n:
+                choices.append(Choice())
+            else:  # a further pass of the drafter serves all requests that it drafts for
+                step = self.step(plan.rate, offer) / asked.count(offer.source)
+                choices.append(
+                    Choice(offer, n, worth, step, min(2 * n + 1, n + stretch - len(plan.order), len(offer.gains)))
+                )
+        return choices
 
-    def _token_s(self, offer: Offer) -> float:
-        return 0.0 if offer.draft is not None else self.costs.draft(offer.source)
+    def worth(self, rate: float, rows: int = 0) -> float:
+        """Expected tokens that one more row than so many of drafts has to bring."""
+        return max(_NOTHING, rate * (self.rows_s[rows + 1] - self.rows_s[rows]))
 
-    def _pick(self, ask: Ask, sure: int, costs: Sequence[float]) -> Offer | None:
-        """The offer that alone gives the pass the most tokens per second, None without any."""
-        rates = [(self._prefix(offer, sure, costs)[0], -i) for i, offer in enumerate(ask.offers) if offer.gains]
-        return ask.offers[-max(rates)[1]] if rates else None
-
-    def _prefix(self, offer: Offer, sure: int, costs: Sequence[float]) -> tuple[float, int]:
-        """The best tokens per second of a pass with this draft alone, one token at least; and its length."""
-        expected, token_s, best = float(sure), self._token_s(offer), (0.0, 0)
-        for k, gain in enumerate(offer.gains[: self._most(offer)], start=1):
-            expected += gain
-            rate = expected / (costs[k] + k * token_s)
-            if rate > best[0]:
-                best = rate, k
-        return best
+    def step(self, rate: float, offer: Offer) -> float:
+        """Expected tokens that a further pass of the offer's source has to bring."""
+        return rate * self.costs.step(offer.source)

@@ -1,4 +1,4 @@
-"""What passes and drafts cost on this machine: measured while decoding, between and beyond by a known shape.
+"""What passes and drafts cost on this machine: measured while decoding, between and beyond by known shapes.
 
 Neighbours: controller.py decides by these figures, decode.py reports what it saw; `measure_shape` is run once a model
 and machine, and the shape kept (api.py). Seconds are whatever clock the decoder uses.
@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from .backends.base import Backend, Rows
+from .json_file import write_json
 from .types import CapacityError
 
 _ROW_PRIOR = 0.08  # T(rows) / T(1) - 1 per further row where nothing is known
@@ -27,11 +27,13 @@ class Timing:
     """The last few timings of one thing. Its value is their lower median: an interrupted pass says nothing."""
 
     def __init__(self) -> None:
-        self._last: deque[float] = deque(maxlen=7)
+        self._last: deque[float] = deque(maxlen=5)
         self.value = 0.0
         self.when = 0  # passes before the latest one
 
     def add(self, seconds: float, when: int = 0) -> None:
+        if when - self.when >= _STALE:  # whatever the machine did then, it may do something else now
+            self._last.clear()
         self._last.append(seconds)
         self.value = sorted(self._last)[(len(self._last) - 1) // 2]
         self.when = when
@@ -41,8 +43,67 @@ class Timing:
         return len(self._last)
 
 
+class Line:
+    """Seconds over a count, from timings at some counts: the line that fits best, through the newest timing.
+
+    A draft costs a part that is there in any case and a part for each step, both 0 or more: a model that drafts token
+    by token has hardly anything but the second, a head that guesses a block at once only the first. While one count
+    alone was timed the first part is 0.
+    """
+
+    def __init__(self) -> None:
+        self._timings: dict[int, Timing] = {}
+        self.start = self.slope = 0.0
+
+    def add(self, n: int, seconds: float, now: int) -> None:
+        """One timing at n >= 1; now: passes so far."""
+        timings = self._timings
+        timings.setdefault(n, Timing()).add(seconds, now)
+        for old in sorted(timings, key=lambda k: timings[k].when)[:-2]:
+            if now - timings[old].when >= _STALE:
+                del timings[old]
+        weights = [(k, timing.value, timing.count) for k, timing in timings.items()]
+        total = sum(count for _, _, count in weights)
+        mean_n = sum(k * count for k, _, count in weights) / total
+        mean = sum(value * count for _, value, count in weights) / total
+        spread = sum(count * (k - mean_n) ** 2 for k, _, count in weights)
+        slope = (
+            sum(count * (k - mean_n) * (value - mean) for k, value, count in weights) / spread if spread else math.inf
+        )
+        slope = min(max(slope, 0.0), mean / mean_n)
+        start = mean - slope * mean_n
+        # The line's form is as old as its oldest timing; its level is the newest's.
+        level = timings[n].value / (start + slope * n) if start + slope * n > 0.0 else 0.0
+        self.start, self.slope = level * start, level * slope
+
+    def at(self, n: float) -> float:
+        return self.start + self.slope * n
+
+
+class _DraftCost:
+    """What drafts of one source cost: by tokens, for each number of requests drafted for at once, and by depth."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.by_tokens: dict[int, Line] = {}
+        self.by_depth = Line()
+
+    def add(self, tokens: int, depth: int, requests: int, seconds: float, now: int) -> None:
+        self.count += 1
+        self.by_tokens.setdefault(requests, Line()).add(tokens, seconds, now)
+        self.by_depth.add(depth, seconds, now)
+
+    def at(self, tokens: int, requests: int) -> float:
+        line = self.by_tokens.get(requests)
+        if line is None:
+            # As for the nearest number of requests, each with as many tokens: they share the drafter's passes.
+            nearest = min(self.by_tokens, key=lambda known: abs(known - requests))
+            return self.by_tokens[nearest].at(tokens * nearest / requests)
+        return line.at(tokens)
+
+
 class Costs:
-    """Seconds of a pass by its rows, and of a draft token by its source.
+    """Seconds of a pass by its rows, and of a draft by its source and length.
 
     shape: rows -> T(rows) / T(1), as measure_shape found it; only its ratios count, because a machine that was quiet
     when it was measured may be busy now.
@@ -50,19 +111,32 @@ class Costs:
 
     def __init__(self, shape: Mapping[int, float] | None = None) -> None:
         self._shape = sorted((shape or {}).items())
+        self._ratios: dict[int, float] = {}
         self._passes: dict[int, Timing] = {}
-        self._drafts: dict[str, Timing] = {}
+        self._reading = Timing()  # of passes that read a prompt, too: times of what their rows would cost
+        self._drafts: dict[str, _DraftCost] = {}
         self._now = 0  # passes so far
 
-    def add_pass(self, rows: int, seconds: float) -> None:
+    def add_pass(self, rows: int, seconds: float, *, reading: bool = False) -> None:
+        """reading: a prompt was read in it. Such a pass has rows without logits, and many: what it cost says how fast
+        the machine reads, and nothing of passes that only decode."""
         self._now += 1
-        self._passes.setdefault(rows, Timing()).add(seconds, self._now)
+        if not reading:
+            self._passes.setdefault(rows, Timing()).add(seconds, self._now)
+        elif self._passes:
+            self._reading.add(seconds / self.passes(rows, rows)[0], self._now)
 
-    def add_draft(self, source: str, tokens: int, seconds: float, *, behind: bool = False) -> None:
-        """behind: the source had to read more than the last round's tokens first, which says little about a draft token
-        and counts only while nothing better is known."""
-        if tokens and (self.is_new(source) or not behind):
-            self._drafts.setdefault(source, Timing()).add(seconds / tokens)
+    def add_draft(
+        self, source: str, tokens: int, seconds: float, *, depth: int = 0, requests: int = 1, behind: bool = False
+    ) -> None:
+        """tokens: of the drafts of all `requests` together. depth: of the deepest, `tokens` where they are a chain.
+        behind: the source had to read more than the last round's tokens first. Its draft can have cost only less, so
+        that this counts while nothing better is known."""
+        if not tokens:
+            return
+        cost = self._drafts.setdefault(source, _DraftCost())
+        if not behind or self.is_new(source) or seconds < cost.at(tokens, requests):
+            cost.add(tokens, depth or tokens, requests, seconds, self._now)
 
     def knows(self, rows: int) -> bool:
         """Whether a pass of so many rows was measured while decoding."""
@@ -70,17 +144,27 @@ class Costs:
 
     def is_new(self, source: str) -> bool:
         """Whether so few drafts were timed that one interruption could make the figure."""
-        timing = self._drafts.get(source)
-        return timing is None or timing.count < 3
+        return self.timed(source) < 3
 
-    def draft(self, source: str) -> float:
-        """Seconds of a draft token; 0.0 before the first."""
-        timing = self._drafts.get(source)
-        return timing.value if timing is not None else 0.0
+    def timed(self, source: str) -> int:
+        """How many drafts of the source were timed."""
+        return self._drafts[source].count if source in self._drafts else 0
 
-    def passes(self, first: int, last: int) -> list[float]:
+    def draft(self, source: str, tokens: int = 1, requests: int = 1) -> float:
+        """Seconds of drafts of so many tokens in all for so many requests at once; 0.0 before the first."""
+        cost = self._drafts.get(source)
+        return cost.at(tokens, requests) if cost is not None and tokens else 0.0
+
+    def step(self, source: str) -> float:
+        """Seconds by which a draft costs more that is one token deeper; 0.0 before the first."""
+        return self._drafts[source].by_depth.slope if self.timed(source) else 0.0
+
+    def passes(self, first: int, last: int, *, reading: bool = False) -> list[float]:
         """Seconds of passes of first .. last rows: measured, interpolated, or the nearest measured one scaled by the
-        shape. In units of a one-row pass while nothing was measured."""
+        shape. In units of a one-row pass while nothing was measured. reading: they read a prompt, too."""
+        if reading:
+            factor = self._reading.value or 1.0
+            return [factor * seconds for seconds in self.passes(first, last)]
         # What was measured long ago may have been a busy minute: the shape, scaled by a fresh pass, is better.
         fresh = (item for item in self._passes.items() if self._now - item[1].when < _STALE)
         known = sorted((rows, timing.value) for rows, timing in fresh)
@@ -105,6 +189,11 @@ class Costs:
 
     def _ratio(self, rows: int) -> float:
         """T(rows) / T(1) by the shape, or by the prior."""
+        if rows not in self._ratios:
+            self._ratios[rows] = self._find_ratio(rows)
+        return self._ratios[rows]
+
+    def _find_ratio(self, rows: int) -> float:
         shape = self._shape
         if len(shape) < 2:
             return 1.0 + _ROW_PRIOR * (rows - 1)
@@ -158,9 +247,6 @@ def kept_shape(target: Backend, file: Path | None, key: str) -> dict[int, float]
             return shape
     shape = measure_shape(target)
     if file is not None and shape:
-        part = file.with_name(f".{file.name}.{os.getpid()}.part")
         with contextlib.suppress(OSError):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            part.write_text(json.dumps({**kept, key: shape}) + "\n", encoding="utf-8")
-            os.replace(part, file)
+            write_json(file, {**kept, key: shape})
     return shape

@@ -3,30 +3,27 @@
     drafter.propose -> Draft -> target.forward -> sampling rows -> verify -> Verdict -> target.commit
 
 Every active request takes part in every round: one that still reads its prompt brings a chunk of it, one that decodes
-brings the token emitted last and the draft that follows it. Both are one pass. A request's tokens depend on its prompt,
-options and seed alone; drafts, company and controller only decide how many of them a round yields.
+brings the token emitted last and the draft that follows it (proposing.py). Both are one pass. A request's tokens depend
+on its prompt, options and seed alone; drafts, company and controller only decide how many of them a round yields.
 """
 
 from __future__ import annotations
 
-import itertools
-import operator
 import time
-import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
 from . import verify
 from .backends.base import Backend, Pass, Rows
-from .controller import FIXED_DRAFT, MAX_DRAFT, Ask, Choice, Controller, Offer
-from .drafters.base import Drafter, FeatureDrafter, State, Want
+from .controller import FIXED_DRAFT, MAX_DRAFT, Controller
+from .drafters.base import Drafter, FeatureDrafter, State
 from .evidence import Evidence
+from .proposing import Proposal, Proposer, leave_out
 from .sampling import Sampler
-from .types import F32, Constraint, Draft, OutpaceError, Round, SampleOpts, Stats, TokenLogprobs, UsageError, Verdict
+from .types import F32, Draft, Round, SampleOpts, Stats, TokenLogprobs, UsageError, Verdict
 
 _FEATURES_HELD = 128  # tokens whose hidden states wait until a drafter reads them, whether it drafts or not
 
@@ -95,6 +92,12 @@ class Request:
     def emitted(self) -> int:
         return len(self.tokens) - len(self.prompt)
 
+    def may_use(self, drafter: Drafter) -> bool:
+        """Whether this drafter may draft for it now. One that reads hidden states begins after the answer's first
+        token, whether or not the prompt's are there: rules whose answers depend on the rounds must not depend on what
+        the slots still held."""
+        return drafter.name not in self.without and (self.emitted > 0 or not getattr(drafter, "taps", ()))
+
     def fail(self, error: Exception) -> None:
         """Ends the answer with an error of its own (NaN logits, a constraint that raises): others go on."""
         self.finish, self.error = "error", error
@@ -121,17 +124,15 @@ class Request:
 
 @dataclass(slots=True)
 class _Share:
-    """One request's part of a pass: tokens to read, then a draft (empty while the prompt is not read to its end).
-
-    made: what a source that costs something drafted when it was chosen, before a constraint cut it. offered: drafts of
-    free sources, chosen or not. What is emitted says how good they were.
-    """
+    """One request's part of a pass: tokens to read, then a draft (empty while the prompt is not read to its end)."""
 
     request: Request
     reading: list[int]
-    draft: Draft = field(default_factory=Draft)
-    made: Draft | None = None
-    offered: list[Draft] = field(default_factory=list)
+    proposal: Proposal = field(default_factory=Proposal)
+
+    @property
+    def draft(self) -> Draft:
+        return self.proposal.draft
 
     @property
     def decodes(self) -> bool:
@@ -151,7 +152,7 @@ class Decoder:
     """Runs rounds for any number of requests on one target.
 
     drafters: where drafts come from, the main one first (rules that need a fixed source take it alone); without any
-    it decodes plainly: the same tokens, one a round.
+    it decodes plainly: the same tokens, one a round. total: what all requests came to, each pass counted once.
     """
 
     def __init__(self, target: Backend, drafters: Sequence[Drafter] = (), controller: Controller | None = None) -> None:
@@ -163,8 +164,10 @@ class Decoder:
         readers = [drafter for drafter in self.drafters if isinstance(drafter, FeatureDrafter)]
         if len(readers) > 1:
             raise UsageError(f"one drafter can read hidden states, got {', '.join(each.name for each in readers)}")
-        self.reader = readers[0] if readers else None
         self.controller = controller or Controller()
+        self.reader = readers[0] if readers and self.controller.fixed != 0 else None  # 0: it will never be asked
+        self.total = Stats()
+        self._proposer = Proposer(self.drafters, self.controller, target.config.vocab_size)
         # Each request has its row and room for a short draft, however much of a prompt another one brings: rules that
         # draft a fixed length must not depend on company.
         self._reserve = max(FIXED_DRAFT, self.controller.fixed or 0) if self.drafters else 0
@@ -182,7 +185,7 @@ class Decoder:
                     self.target.truncate(slot, needed)
                     held = needed
             except Exception as error:  # whatever a drafter does, it must not cost the answer
-                _leave_out(self.reader.name, [request], error)
+                leave_out(self.reader.name, [request], error)
         request.begin(slot, held)
 
     def round(self, requests: Sequence[Request]) -> None:
@@ -213,18 +216,21 @@ class Decoder:
             first_row += len(rows.tokens)
         done = time.perf_counter()
         decoding = all(len(share.reading) == 1 for share in shares)
-        if decoding:
-            self.controller.costs.add_pass(first_row, passed_at - drafted_at)
-        for share, before in zip(shares, emitted, strict=True):
-            stats = share.request.stats
-            if len(share.reading) > 1:
+        self.controller.costs.add_pass(first_row, passed_at - drafted_at, reading=not decoding)
+        tokens = [share.request.emitted - before for share, before in zip(shares, emitted, strict=True)]
+        self.total.tokens += sum(tokens)
+        shared = [(self.total, all(len(share.reading) > 1 for share in shares), sum(tokens))]
+        for share, n in zip(shares, tokens, strict=True):
+            shared.append((share.request.stats, len(share.reading) > 1, n))
+        for stats, reads, n in shared:
+            if reads:
                 stats.prefill_s += done - start
             else:
                 stats.draft_s += drafted_at - start
                 stats.forward_s += passed_at - drafted_at
                 stats.verify_s += done - passed_at
                 stats.decode_s += done - start
-                stats.decode_tokens += share.request.emitted - before
+                stats.decode_tokens += n
 
     # -- before the pass
 
@@ -238,11 +244,6 @@ class Decoder:
             budget -= extra
             shares.append(_Share(request, request.tokens[request.read : request.read + 1 + extra]))
         return shares
-
-    def _can_draft(self, drafter: Drafter, request: Request) -> bool:
-        """What reads hidden states begins after the answer's first token, whether or not the prompt's are there: rules
-        whose answers depend on the rounds must not depend on what the slots still held."""
-        return drafter.name not in request.without and (drafter is not self.reader or request.emitted > 0)
 
     def _feature_taps(self, request: Request) -> tuple[int, ...]:
         """Hidden states that a drafter reads of the request's tokens; () where none does."""
@@ -258,77 +259,20 @@ class Decoder:
         try:
             self.reader.absorb([request.state for request in full])
         except Exception as error:  # whatever a drafter does, it must not cost the answer
-            _leave_out(self.reader.name, full, error)
+            leave_out(self.reader.name, full, error)
 
     def _propose(self, shares: Sequence[_Share]) -> None:
-        """Fills in the drafts of the shares that decode, from the sources and at the lengths that promise most."""
+        """Fills in the proposals of the shares that decode."""
         willing = [share for share in shares if share.decodes and share.request.speculate]
         if not willing or not self.drafters:
             return
         room = self.target.capacity.rows - sum(len(share.reading) for share in shares)
         limits = [self._limit(share.request, room // len(willing)) for share in willing]
-        asks = [Ask(share.request.evidence, most, []) for share, most in zip(willing, limits, strict=True)]
-        for drafter in self.drafters:
-            usable = [i for i, ask in enumerate(asks) if ask.most and self._can_draft(drafter, willing[i].request)]
-            if drafter.free:
-                drafts = self._draft(drafter, [(willing[i], Want(willing[i].request.state, limits[i])) for i in usable])
-                for i, draft in zip(usable, drafts, strict=True):
-                    asks[i].offers.append(_made(draft, asks[i].evidence))
-                    asks[i].offers[-1].main = drafter is self.drafters[0]
-                    willing[i].offered.append(draft)
-            else:
-                for i in usable:
-                    chances = asks[i].evidence.by_place(drafter.name, limits[i])
-                    gains = list(itertools.accumulate(chances, operator.mul))
-                    asks[i].offers.append(Offer(drafter.name, gains, main=drafter is self.drafters[0]))
-        others = [share for share in shares if not any(share is each for each in willing)]
-        choices = self.controller.choose(asks, sum(len(share.reading) for share in others), len(others))
-        for drafter in self.drafters:
-            chosen = [i for i, choice in enumerate(choices) if _is_from(choice, drafter)]
-            wanted = [(willing[i], _want(willing[i], choices[i], limits[i], drafter)) for i in chosen]
-            start = time.perf_counter()
-            drafts = self._draft(drafter, wanted) if wanted else []
-            if wanted:
-                # A source that did not draft in the last round has first to read what came since.
-                behind = any(drafter.name != share.request.drafted_by for share, _ in wanted)
-                steps = max(1, sum(map(len, drafts)))  # a draft that came to nothing took its time, too
-                self.controller.costs.add_draft(drafter.name, steps, time.perf_counter() - start, behind=behind)
-            for i, draft in zip(chosen, drafts, strict=True):
-                share, free = willing[i], [offer for offer in asks[i].offers if offer.draft is not None]
-                share.draft = share.made = draft
-                if not len(draft) and free and not asks[i].evidence.steady:
-                    best = max(free, key=lambda offer: sum(offer.gains[: choices[i].length]))
-                    share.draft = best.draft.cut(choices[i].length) if best.draft is not None else draft
-        for share, choice in zip(willing, choices, strict=True):
-            share.request.drafted_by = share.made.source if share.made is not None else ""
-            if choice.offer is not None and choice.offer.draft is not None:
-                share.draft = choice.offer.draft.cut(choice.length)
-            try:
-                share.draft = _allowed(share.draft, share.request.opts.constraint)
-            except Exception as error:
-                share.request.fail(error)
-
-    def _draft(self, drafter: Drafter, wanted: Sequence[tuple[_Share, Want]]) -> list[Draft]:
-        """What the drafter proposes, checked. One that fails is left out from here on for these requests."""
-        vocab, name = self.target.config.vocab_size, drafter.name
-        none = Draft(source=name)
-        try:
-            drafts = list(drafter.propose([want for _, want in wanted]))
-            if len(drafts) != len(wanted):
-                raise UsageError(f"it made {len(drafts)} drafts where {len(wanted)} were wanted")
-        except Exception as error:  # whatever a drafter does, it must not cost the answer
-            _leave_out(name, [share.request for share, _ in wanted], error)
-            return [none] * len(wanted)
-        for i, (share, want) in enumerate(wanted):
-            try:
-                draft = drafts[i].cut(max(want.most, want.stretch)).checked(vocab)
-                if draft.parents is not None and share.request.opts.rule == "block" and share.request.evidence.steady:
-                    raise UsageError("block verification is defined for chains, and it drafted a tree")
-                drafts[i] = replace(draft, source=name)
-            except Exception as error:
-                _leave_out(name, [share.request], error)
-                drafts[i] = none
-        return drafts
+        rows = sum(len(share.reading) for share in shares) - len(willing)
+        others = len(shares) - len(willing)
+        proposals = self._proposer.propose([share.request for share in willing], limits, rows, others)
+        for share, proposal in zip(willing, proposals, strict=True):
+            share.proposal = proposal
 
     def _limit(self, request: Request, room: int) -> int:
         """Most draft tokens that can be of use: each must leave a place for the token after it."""
@@ -344,7 +288,7 @@ class Decoder:
             verdict = decide(request.sampler, draft, logits)
             before = len(request.tokens)
             kept = self._emit(request, draft, verdict, logits)
-            _learn(share, request.tokens[before:])
+            share.proposal.learn(request.evidence, request.tokens[before:])
             # Of a round that ended the answer early, only what the text holds stays: all but the last token.
         rows = [*range(read), *(read + i for i in kept)]
         self.target.commit(request.slot, rows)
@@ -357,8 +301,6 @@ class Decoder:
 
     def _emit(self, request: Request, draft: Draft, verdict: Verdict, logits: F32) -> tuple[int, ...]:
         """Emits the verdict's tokens, up to the one that ends the answer; returns the draft tokens that stay read."""
-        stats = request.stats
-        stats.rounds += 1
         wants_logprobs = request.opts.logprobs is not None
         nodes = (verify.ROOT, *verdict.kept)
         tokens = (*(draft.tokens[i] for i in verdict.kept), verdict.next_token)
@@ -370,67 +312,11 @@ class Decoder:
                 break
         emitted = request.emitted - before
         accepted = min(emitted, len(verdict.kept))
-        request.rounds.append(Round(len(draft), accepted, draft.source if len(draft) else ""))
-        stats.drafted += len(draft)
-        stats.accepted += accepted
-        if len(draft):
-            counts = stats.by_source.setdefault(draft.source, [0, 0])
-            counts[0] += len(draft)
-            counts[1] += accepted
         depth = max(draft.depths(), default=0)
-        for counts, n in ((stats.drafted_at, depth), (stats.accepted_at, accepted)):
-            counts.extend([0] * (depth - len(counts)))
-            for i in range(n):
-                counts[i] += 1
+        request.rounds.append(Round(len(draft), accepted, draft.source if len(draft) else "", depth))
+        for stats in (request.stats, self.total):
+            stats.count(request.rounds[-1])
         return verdict.kept[: emitted - 1]
-
-
-def _leave_out(name: str, requests: Sequence[Request], error: Exception) -> None:
-    """These requests go on without the drafter."""
-    for request in requests:
-        request.without.add(name)
-    why = str(error) if isinstance(error, OutpaceError) else f"{type(error).__name__}: {error}"
-    warnings.warn(f"drafter {name} failed and is left out for this request: {why}", stacklevel=6)
-
-
-def _made(draft: Draft, evidence: Evidence) -> Offer:
-    """A draft that is there already, judged by how sure its source is, or else by place."""
-    if draft.confidence is not None:
-        chances = evidence.by_confidence(draft.source, draft.confidence)
-    else:
-        chances = evidence.by_place(draft.source, len(draft))
-    if draft.parents is None:
-        return Offer(draft.source, list(itertools.accumulate(chances, operator.mul)), draft)
-    gains: list[float] = []
-    for node, (parent, depth) in enumerate(zip(draft.parents, draft.depths(), strict=True)):
-        # Without confidences siblings share the chance of their place.
-        chance = chances[node] if draft.confidence is not None else chances[depth - 1] / draft.parents.count(parent)
-        gains.append(chance if parent < 0 else gains[parent] * chance)
-    return Offer(draft.source, gains, draft)
-
-
-def _learn(share: _Share, emitted: Sequence[int]) -> None:
-    """Counts what became of the draft, and of those that cost nothing and were not chosen."""
-    evidence = share.request.evidence
-    if share.made is not None:
-        evidence.observe(share.made, emitted, chosen=True)
-    for draft in share.offered:
-        evidence.observe(draft, emitted)
-
-
-def _is_from(choice: Choice, drafter: Drafter) -> bool:
-    """Whether the drafter has to draft for this choice."""
-    return choice.offer is not None and choice.offer.source == drafter.name and not drafter.free and choice.length > 0
-
-
-def _want(share: _Share, choice: Choice, limit: int, drafter: Drafter) -> Want:
-    """By evidence a source that knows how sure it is may go on beyond the planned length while it is."""
-    request = share.request
-    if choice.worth <= 0.0:
-        return Want(request.state, choice.length)
-    stretch = min(limit, 2 * choice.length + 1)
-    chances = partial(request.evidence.by_confidence, drafter.name)
-    return Want(request.state, choice.length, stretch, choice.worth, chances)
 
 
 def decide(sampler: Sampler, draft: Draft, logits: F32) -> Verdict:
@@ -444,23 +330,3 @@ def decide(sampler: Sampler, draft: Draft, logits: F32) -> Verdict:
         return verify.match(draft, lambda row: sampler.token(logits[row], ahead(row)))
     law: Callable[..., Verdict] = {"rejection": verify.rejection, "block": verify.block}[rule]
     return law(draft, lambda row: sampler.row(logits[row], ahead(row)), sampler.accept, sampler.residual)
-
-
-def _allowed(draft: Draft, constraint: Constraint | None) -> Draft:
-    """What the constraint lets through of the draft: a chain's beginning, of a tree the nodes whose path it allows.
-
-    Raises UsageError for a count that makes no sense.
-    """
-    if constraint is None:
-        return draft
-
-    def allowed(tokens: tuple[int, ...]) -> int:
-        count = constraint.cut(tokens)
-        if not isinstance(count, int) or not 0 <= count <= len(tokens):
-            raise UsageError(f"constraint.cut must return a whole number in 0 .. {len(tokens)}, got {count!r}")
-        return count
-
-    if draft.parents is None:
-        return draft.cut(allowed(draft.tokens))
-    paths = [draft.path(node) for node in range(len(draft))]
-    return draft.keep([node for node, path in enumerate(paths) if allowed(path) == len(path)])

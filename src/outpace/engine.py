@@ -163,6 +163,8 @@ class Engine:
         # wanted for every token, so such a request reads its whole prompt.
         slot, held = self._slots.open(request, request.prompt[:-1], reuse=not request.taps)
         self.decoder.begin(request, slot, held)
+        self.decoder.total.prompt_tokens += len(request.prompt)
+        self.decoder.total.cached_prompt_tokens += request.read
 
     def _release(self, request: Request) -> None:
         # Ctrl-C may come between any two lines: what is still among the running is released once more.

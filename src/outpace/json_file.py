@@ -1,4 +1,4 @@
-"""The one reader of the small JSON files that lie beside a model's weights.
+"""The one reader, and writer, of the small JSON files that lie beside a model's weights or are kept about it.
 
 Neighbours: config.py and text/ read theirs through it. Nobody vouches for such a file, so its size is bounded first.
 """
@@ -40,3 +40,14 @@ def read_json(path: Path, *, missing: dict[str, Any] | None = None) -> dict[str,
     if not isinstance(data, dict):
         raise ModelError(f"{path}: must hold a JSON object, got {type(data).__name__}")
     return data
+
+
+def write_json(path: Path, data: object) -> None:
+    """Writes a file, or replaces it whole. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        part.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)

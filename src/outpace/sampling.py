@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ._native import choose
+from ._native import candidates, choose
 from .types import F32, F64, I64, Distribution, ModelError, NumericalError, SampleOpts, TokenLogprobs, UsageError
 
 # ------------------------------------------------------------------------------------------------------- randomness
@@ -233,6 +233,7 @@ class Sampler:
         for word in opts.bad_words or ():
             self._ids("bad_words", word)
         self._native = _native_rule(opts) if native else None
+        self._touched: tuple[I64, bool] | None = None  # tokens, and whether a ban is on one of them
         self._penalties = bool(
             opts.presence_penalty or opts.frequency_penalty or (opts.repetition_penalty or 1.0) != 1.0
         )
@@ -288,6 +289,20 @@ class Sampler:
         if allowed is not None:
             row[~allowed] = -np.inf
         return row
+
+    def as_they_are(self, ids: I64, ahead: Sequence[int] = ()) -> bool:
+        """Whether `processed` leaves the logits of these tokens alone, so that nobody needs those of the others."""
+        if self._touched is None or self._touched[0] is not ids:
+            self._touched = ids, bool(len(self._banned)) and bool(np.isin(ids, self._banned).any())
+        return not (
+            self._touched[1]
+            or len(self._bias)
+            or self._penalties
+            or self.opts.bad_words
+            or self._excluded is not None
+            or self.opts.constraint is not None
+            or len(self.output) + len(ahead) < (self.opts.min_tokens or 0)
+        )
 
     def _allowed(self, ahead: Sequence[int]) -> NDArray[np.bool_] | None:
         """The constraint's mask. Raises UsageError for one that is no bool array over the vocabulary."""
@@ -359,21 +374,52 @@ class Sampler:
             return int(row.tokens[0]), None
         return self.noise.draw(row, Stream.DRAFT, self.position, self.position + len(ahead)), row
 
-    def candidates(self, logits: F32, n: int, ahead: Sequence[int] = ()) -> list[tuple[int, float]]:
+    def siblings(self, logits: F32, n: int, ahead: Sequence[int] = ()) -> list[tuple[int, Distribution | None]]:
+        """At most n tokens for one place, for a draft of fixed length, each with its q as `draft`. One, but under the
+        rejection rule: there they are drawn without replacement, each from what the ones before it left."""
+        row = self.row(logits, ahead) if n > 1 and self.opts.rule == "rejection" else None
+        if row is None or row.one_hot:
+            return [self.draft(logits, ahead)]
+        found: list[tuple[int, Distribution | None]] = []
+        for _ in range(min(n, len(row.tokens))):
+            # The same race without its winner: the order of a race's runners is a draw without replacement.
+            token = self.noise.draw(row, Stream.DRAFT, self.position, self.position + len(ahead))
+            found.append((token, row))
+            left = row.tokens != token
+            row = Distribution(row.tokens[left], row.probs[left] / row.probs[left].sum(), sound=True)
+        return found
+
+    def candidates(
+        self, logits: F32, n: int, ahead: Sequence[int] = (), ids: I64 | None = None
+    ) -> list[tuple[int, float]]:
         """For a drafter: at most n tokens that the target may choose, `token` of these logits first, and how likely
-        each is (0 .. 1) to be the one. Raises as `token`.
+        each is (0 .. 1) to be the one. ids: ascending, the only tokens that the logits [len(ids)] are of; `as_they_are`
+        must be true of them. Raises as `token`.
 
         Greedy: the most probable ones. Else those that come first in the race which decides about the token, each with
         its share of the pace: the target runs it with the same noise and nearly the same probabilities, so what came
         in a close second here may win there.
         """
-        row, place = self.processed(logits, ahead), self.position + len(ahead)
+        row, place = logits if ids is not None else self.processed(logits, ahead), self.position + len(ahead)
+        if self._native is not None:
+            found = candidates(row, *self._native, self.noise.key(Stream.TOKEN, place), n, ids)
+            if found:
+                return found
+        if ids is not None:
+            row = np.full(self.vocab_size, -np.inf, dtype=np.float32)
+            row[ids] = logits
+        return self._candidates(row, n, place)
+
+    def _candidates(self, row: F32, n: int, place: int) -> list[tuple[int, float]]:
+        """The reference's way; row: processed logits."""
         first = self._choose(row, place)
-        scale = np.float32(min(max(self.opts.temperature or 1.0, 1e-6), 1e6))
-        top = row.max()
-        tokens = np.flatnonzero(row >= top - _NO_CHANCE * scale)
-        pace = np.exp((row[tokens] - top) / scale, dtype=np.float64)
-        rest = float(np.exp((row - top) / scale).sum()) - float(pace.sum())
+        weights = row - row.max()
+        if self.opts.temperature:
+            weights /= np.float32(min(max(self.opts.temperature, 1e-6), 1e6))
+        tokens = np.flatnonzero(weights >= -_NO_CHANCE)
+        np.exp(weights, out=weights)
+        pace = weights[tokens].astype(np.float64)
+        rest = float(weights.sum()) - float(pace.sum())
         if self.opts.temperature:
             for keep in _filters(self.opts):
                 chosen = keep(pace / pace.sum())
@@ -381,7 +427,8 @@ class Sampler:
                     tokens, pace, rest = tokens[chosen], pace[chosen], 0.0
             pace = pace / exponentials(self.noise.key(Stream.TOKEN, place), tokens)
         share = pace / (pace.sum() + max(0.0, rest))
-        found = {int(tokens[i]): float(share[i]) for i in _largest(share, n)}
+        best = _largest(share, n)
+        found = dict(zip(tokens[best].tolist(), share[best].tolist(), strict=True))
         others = [(token, sure) for token, sure in found.items() if token != first]
         return [(first, found.get(first, float(share.max()))), *others[: n - 1]]
 

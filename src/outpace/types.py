@@ -232,11 +232,15 @@ class TokenLogprobs:
 
 
 class Round(NamedTuple):
-    """One target pass of a request: how many draft tokens it verified, how many stayed, and whose they were."""
+    """One target pass of a request: how many draft tokens it verified, how many stayed, and whose they were.
+
+    depth: the most of them that follow one another, fewer than were drafted where they are a tree.
+    """
 
     drafted: int
     accepted: int
     source: str = ""
+    depth: int = 0
 
     @property
     def tokens(self) -> int:
@@ -249,10 +253,12 @@ class Stats:
     """Counts and seconds of one request. tokens counts emitted tokens, the bonus token included; decode_tokens those
     of the rounds whose time is decode_s: rounds that read more than one token of the prompt count as prefill_s.
 
-    accepted_at[i] counts the rounds in which draft position i was accepted; drafted_at[i] those in which one was
-    proposed there. by_source: drafter's name -> [drafted, accepted]. Seconds are those of whole rounds: requests that
-    share passes, as in generate_many, each report the shared time, so their seconds do not add up and
-    tokens_per_second is one request's share of the throughput.
+    accepted_at[i] counts the rounds in which a token at depth i of a draft was accepted; drafted_at[i] those in which
+    one was proposed there. by_source: drafter's name -> [drafted, accepted].
+    draft_s: choosing what to draft and drafting; forward_s: the target's pass, which verifies; verify_s: sampling from
+    its logits and what follows. Seconds are those of whole rounds: requests that share passes, as in generate_many,
+    each report the shared time, so their seconds do not add up and tokens_per_second is one request's share of the
+    throughput. LanguageModel.stats has all requests together, each second once.
     """
 
     prompt_tokens: int = 0
@@ -270,6 +276,33 @@ class Stats:
     forward_s: float = 0.0
     verify_s: float = 0.0
     decode_s: float = 0.0
+
+    def count(self, each: Round) -> None:
+        """Adds a round."""
+        self.rounds += 1
+        self.drafted += each.drafted
+        self.accepted += each.accepted
+        if each.drafted:
+            counts = self.by_source.setdefault(each.source, [0, 0])
+            counts[0] += each.drafted
+            counts[1] += each.accepted
+        for at, n in ((self.drafted_at, each.depth), (self.accepted_at, each.accepted)):
+            at.extend([0] * (each.depth - len(at)))
+            for i in range(n):
+                at[i] += 1
+
+    @property
+    def rounds_by_accepted(self) -> list[int]:
+        """[k]: rounds in which exactly k draft tokens were accepted."""
+        at_least = [self.rounds, *self.accepted_at]
+        while len(at_least) > 1 and not at_least[-1]:
+            at_least.pop()
+        return [n - more for n, more in zip(at_least, [*at_least[1:], 0], strict=True)]
+
+    @property
+    def rest_s(self) -> float:
+        """Seconds of decode_s that belong to none of the parts."""
+        return max(0.0, self.decode_s - self.draft_s - self.forward_s - self.verify_s)
 
     @property
     def tokens_per_round(self) -> float:

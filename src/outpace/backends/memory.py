@@ -174,11 +174,13 @@ def check_fits(
     precision: str,
     context: int | None,
     kv_cache: CacheOption = "auto",
+    beside: int = 0,
 ) -> None:
     """Raises CapacityError, saying how much is missing and what would fit, when weights and cache cannot be held.
 
     context: tokens that must fit; None: LEAST_CONTEXT of them, or the model's own limit where that is less.
-    where: the model's name in the message. Where the available memory is unknown nothing is checked.
+    where: the model's name in the message. beside: bytes that a model which drafts for it will take. Where
+    the available memory is unknown nothing is checked.
     """
     available = available_memory()
     if available is None:
@@ -186,13 +188,18 @@ def check_fits(
     least = min(LEAST_CONTEXT, config.max_position_embeddings) if context is None else context
     kinds = {name: weights.kind(name) for name in weights}
     need = _estimate(config, kinds, precision, least, cache_kind(kv_cache, precision))
-    if need.total <= available:
+    wanted = need.total + beside
+    if wanted <= available:
         return
-    offer = _what_fits(config, kinds, precision, least, kv_cache, available)
+    if need.total <= available:
+        offer = "without the model that drafts it would fit (--draft suffix)"
+    else:
+        offer = _what_fits(config, kinds, precision, least, kv_cache, available)
+    drafts = f", {size(beside)} for the model that drafts" if beside else ""
     raise CapacityError(
-        f"{where} needs {size(need.total)} of memory (weights {size(need.weights)} in {precision}, cache "
-        f"{size(need.cache)} for {least} tokens in {need.kv_cache}, the rest for a pass), {size(available)} are "
-        f"available: {size(need.total - available)} are missing; {offer}"
+        f"{where} needs {size(wanted)} of memory (weights {size(need.weights)} in {precision}, cache "
+        f"{size(need.cache)} for {least} tokens in {need.kv_cache}{drafts}, the rest for a pass), {size(available)} "
+        f"are available: {size(wanted - available)} are missing; {offer}"
     )
 
 

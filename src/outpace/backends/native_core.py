@@ -15,7 +15,7 @@ from ..config import ModelConfig
 from ..models.names import is_matrix
 from ..models.quantise import Precision, held
 from ..models.rotary import rotary_frequencies
-from ..types import CapacityError, ModelError, OutpaceError, RewindError, UsageError
+from ..types import CapacityError, OutpaceError, RewindError, UsageError
 from ..weights.tensor import Groups, Supers
 from ..weights.weight_map import WeightMap
 
@@ -104,11 +104,7 @@ def check_sizes(**sizes: int) -> None:
 
 def put(core: _native.Stack, name: str, shape: tuple[int, ...], weights: WeightMap, precision: Precision) -> None:
     """Hands one tensor to the core, which keeps its own copy; the source is let go at once."""
-    if not weights.has(name):
-        raise ModelError(f"tensor {name} is missing")
-    tensor = weights.take_tensor(name)
-    if tuple(tensor.shape) != shape:
-        raise ModelError(f"tensor {name} has shape {list(tensor.shape)}, expected {list(shape)}")
+    tensor = weights.take_shaped(name, shape)
     if len(shape) == 1:
         vector = np.ascontiguousarray(tensor.f32())
         guard(lambda: core.put_vector(name, vector))

@@ -14,7 +14,7 @@ from ..config import ModelConfig
 from ..models.decoder import Decoder
 from ..models.names import expected_tensors, is_matrix
 from ..models.quantise import Matrix, Precision, check_precision, matrix, new_cache
-from ..types import F32, I64, CapacityError, ModelError, UsageError
+from ..types import F32, I64, CapacityError, UsageError
 from ..weights.weight_map import WeightMap
 from .base import Capacity, Pass, Rows
 
@@ -159,11 +159,7 @@ def take_weights(
     matrices: dict[str, Matrix] = {}
     vectors: dict[str, F32] = {}
     for name, shape in expected_tensors(config).items():
-        if not weights.has(name):
-            raise ModelError(f"tensor {name} is missing")
-        tensor = weights.take_tensor(name)
-        if tuple(tensor.shape) != shape:
-            raise ModelError(f"tensor {name} has shape {list(tensor.shape)}, expected {list(shape)}")
+        tensor = weights.take_shaped(name, shape)
         if len(shape) == 1:
             vectors[name] = tensor.f32()
         else:

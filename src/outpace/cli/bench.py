@@ -14,6 +14,8 @@ from .options import DEFAULT_MODEL
 from .terminal import note, show
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ..backends.native import NativeBackend
     from ..models.quantise import Precision
 
@@ -158,15 +160,10 @@ def print_report(found: dict[str, Any]) -> None:
 
     from ..types import size
 
-    machine, bandwidth, share = found["machine"], found["bandwidth"], found["share"]
+    bandwidth, share = found["bandwidth"], found["share"]
     big, same = bandwidth["big"], bandwidth["same_size"]
     console = Console(highlight=False)
-
-    def line(name: str, text: str) -> None:
-        console.print(f"{name:<18}{text}", soft_wrap=True)
-
-    line("machine", f"{machine['processor']}, {machine['isa']}, {machine['threads']} threads")
-    line("model", found["model"])
+    line = lines(found, console)
     line("reading", f"{gigabytes(big)} from {size(big['bytes'])}, {gigabytes(same)} from {size(same['bytes'])}")
     peak = found["int8_peak"]
     line("int8 peak", "not measured for these kernels" if peak is None else f"{peak / 1e12:.2f} Tops/s")
@@ -226,6 +223,18 @@ def print_report(found: dict[str, Any]) -> None:
     table("reading a prompt", ["tokens", "tokens/s"], prompts, console)
     for text in found["left_out"]:
         note(text)
+
+
+def lines(found: dict[str, Any], console: Any) -> Callable[[str, str], None]:
+    """Prints what was measured where; returns what prints a further line."""
+
+    def line(name: str, text: str) -> None:
+        console.print(f"{name:<18}{text}", soft_wrap=True)
+
+    machine = found["machine"]
+    line("machine", f"{machine['processor']}, {machine['isa']}, {machine['threads']} threads")
+    line("model", found["model"])
+    return line
 
 
 def gigabytes(entry: dict[str, float]) -> str:

@@ -100,16 +100,11 @@ def _print(found: dict[str, Any]) -> None:
     from rich.console import Console
 
     from ..types import size
-    from .bench import table
+    from .bench import lines, table
 
-    machine, read = found["machine"], found["bytes"]
+    read = found["bytes"]
     console = Console(highlight=False)
-
-    def line(name: str, text: str) -> None:
-        console.print(f"{name:<18}{text}", soft_wrap=True)
-
-    line("machine", f"{machine['processor']}, {machine['isa']}, {machine['threads']} threads")
-    line("model", found["model"])
+    line = lines(found, console)
     line("a step reads", f"{size(read['head'])}, a pass {size(read['target'])}: {read['ratio']:.1%}")
     line("a step takes", f"{found['step_share']:.1%} of a pass of one row (aim: at most {found['most_share']:.1%})")
     line("64 features", f"{found['read_ms']:.2f} ms to read")

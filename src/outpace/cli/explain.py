@@ -46,9 +46,14 @@ def summary(result: Result) -> str:
     if stats.drafted:
         places = zip(stats.drafted_at, stats.accepted_at, strict=True)
         lines.append("accepted by place " + "  ".join(f"{a}/{d}" for d, a in places))
-    rest = stats.decode_s - stats.draft_s - stats.forward_s - stats.verify_s
+    trees = [each for each in result.rounds if each.drafted > each.depth]
+    if trees:
+        size, depth = (sum(values) / len(trees) for values in zip(*((t.drafted, t.depth) for t in trees), strict=True))
+        lines.append(
+            f"trees             {counted(len(trees), 'round')}, {size:.1f} tokens and {depth:.1f} deep a round"
+        )
     if stats.decode_s:
-        parts = (("drafting", stats.draft_s), ("target", stats.forward_s), ("choosing", stats.verify_s), ("rest", rest))
-        shares = ", ".join(f"{name} {max(0.0, seconds) / stats.decode_s:.1%}" for name, seconds in parts)
+        parts = {"drafting": stats.draft_s, "target": stats.forward_s, "choosing": stats.verify_s, "rest": stats.rest_s}
+        shares = ", ".join(f"{name} {seconds / stats.decode_s:.1%}" for name, seconds in parts.items())
         lines.append(f"time              {stats.decode_s:.2f} s decoding: {shares}")
     return "\n".join(lines)

@@ -131,7 +131,7 @@ def _text(data: bytes, where: str) -> str:
 def as_object(model: LanguageModel, result: Result) -> dict[str, Any]:
     """What --json prints."""
     stats = result.stats
-    shares = ("tokens_per_round", "tokens_per_second", "acceptance")
+    shares = ("tokens_per_round", "tokens_per_second", "acceptance", "rounds_by_accepted", "rest_s")
     found: dict[str, Any] = {
         "text": result.text,
         "token_ids": result.token_ids,

@@ -34,9 +34,9 @@ def index(
     hidden, node_modules and the like. A corpus that has grown is indexed anew.
     """
     from .. import hub
-    from ..api import load_tokenizer
     from ..drafters.datastore import build
     from ..models.loading import load_model
+    from ..opening import load_tokenizer
     from ..types import size
 
     silent = quiet or as_json

@@ -12,6 +12,7 @@ from .terminal import note, show
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     from ..config import ModelConfig
     from ..heads.loading import LoadedHead
@@ -29,6 +30,11 @@ def inspect(
     model: Annotated[
         str | None, typer.Option("--model", "-m", help="The model that it drafts for; not needed where it is inside.")
     ] = None,
+    calibrate: Annotated[
+        bool,
+        typer.Option(help="Try the conventions that its file leaves open; keep those that draft best."),
+    ] = False,
+    forget: Annotated[bool, typer.Option(help="Forget what --calibrate kept.")] = False,
     offline: Offline = False,
     as_json: AsJson = False,
 ) -> None:
@@ -40,13 +46,15 @@ def inspect(
 
     from .. import hub
     from ..heads.loading import load_head, open_target
+    from ..opening import kept_conventions
     from ..types import ModelError, UsageError
 
     path = Path(head)
     if not path.exists():
         path = hub.resolve(head, offline=offline)
+    its = path if model is None else hub.resolve(model, offline=offline)
     if model is not None:
-        target, tensors = open_target(hub.resolve(model, offline=offline))
+        target, tensors = open_target(its)
     else:
         try:
             target, tensors = open_target(path)
@@ -55,14 +63,40 @@ def inspect(
             inside = False
         if not inside:
             raise UsageError(f"{head}: say which model this head drafts for: --model NAME")
-    loaded = load_head(path, target)
+    if forget:
+        from ..calibrate import forget as forget_kept
+
+        forget_kept(path)
+    trials = _calibrate(path, its) if calibrate else []
+    kept = kept_conventions(path, its)
+    loaded = load_head(path, target, conventions=kept)
     facts = describe(loaded, target, tensors)
+    for name in kept:
+        facts["conventions"][name]["from"] = "calibrated"
+    if calibrate:
+        facts["trials"] = trials
     if as_json:
         show(json.dumps(facts, indent=2) + "\n")
         return
     _show(facts)
     for text in loaded.notices:
         note(text)
+
+
+def _calibrate(head: Path, model: Path) -> list[dict[str, Any]]:
+    """Calibrates; what was tried, in order."""
+    import sys
+
+    from .. import api
+    from ..calibrate import calibrate
+
+    quiet = not sys.stderr.isatty()
+    with api.load(model, draft="none", slots=4, progress=not quiet) as loaded:
+        found = calibrate(loaded, model, head, progress=(lambda text: None) if quiet else (lambda text: note(text)))
+    return [
+        {"conventions": dict(trial.conventions), "tokens_per_round": trial.tokens_per_round, "why": trial.why}
+        for trial in found.trials
+    ]
 
 
 def describe(loaded: LoadedHead, target: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -128,7 +162,7 @@ def _tap(tap: int, layers: int) -> str:
 def _show(facts: dict[str, Any]) -> None:
     from ..types import size
 
-    shown = {name: value for name, value in facts.items() if name not in ("conventions", "share")}
+    shown = {name: value for name, value in facts.items() if name not in ("conventions", "share", "trials")}
     shown["taps"] = ", ".join(facts["taps"])
     shown["target"] = ", ".join(f"{value} {name}" for name, value in facts["target"].items())
     for name in ("bytes", "step_bytes", "target_bytes"):
@@ -146,3 +180,9 @@ def _show(facts: dict[str, Any]) -> None:
         value = entry["value"]
         text = "yes" if value is True else "no" if value is False else value
         show(f"  {name} = {list(text) if isinstance(text, tuple) else text}: {entry['from']}\n")
+    if "trials" in facts:
+        show("tokens a round of a chain of 3, on the model's own answers\n")
+        for trial in facts["trials"]:
+            score, reading = trial["tokens_per_round"], trial["conventions"]
+            text = ", ".join(f"{name} = {value}" for name, value in reading.items()) or "as the file or its format says"
+            show(f"  {'  -  ' if score is None else f'{score:.3f}'}  {text}{': ' * bool(trial['why'])}{trial['why']}\n")

@@ -98,8 +98,8 @@ def info(
 
 def describe(loaded: LoadedModel) -> dict[str, Any]:
     """The facts about a model that people ask for; bytes: of its weight files. tensors: how many of each kind."""
-    from ..api import load_tokenizer
     from ..models.names import expected_tensors
+    from ..opening import load_tokenizer
 
     config, path = loaded.config, loaded.path
     weights = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
@@ -126,11 +126,16 @@ def describe(loaded: LoadedModel) -> dict[str, Any]:
 
 
 def memory(loaded: LoadedModel, precision: str, context: int | None, kv_cache: str) -> dict[str, Any]:
-    """What the loaded model will hold, in bytes, and whether this machine has it (None: not known)."""
+    """What the loaded model will hold, in bytes, and whether this machine has it (None: not known).
+
+    self_draft: what --draft self adds; None where the model has 4 bits already.
+    """
     from ..backends.memory import available_memory, estimate
+    from ..self_draft import MOST
+    from ..self_draft import memory as self_memory
 
     need = estimate(loaded.config, loaded.weights, precision, context, kv_cache)  # type: ignore[arg-type]
-    available = available_memory()
+    draft, available = self_memory(loaded, context, kv_cache), available_memory()  # type: ignore[arg-type]
     return {
         "precision": precision,
         "kv_cache": need.kv_cache,
@@ -140,6 +145,7 @@ def memory(loaded: LoadedModel, precision: str, context: int | None, kv_cache: s
         "cache": need.cache,
         "activations": need.activations,
         "total": need.total,
+        "self_draft": draft.total if draft.weights <= MOST * need.weights else None,
         "available": available,
         "fits": None if available is None else need.total <= available,
     }
@@ -151,9 +157,10 @@ def memory_line(need: dict[str, Any]) -> str:
 
     fits = {None: "", True: ", fits", False: f": {size(need['total'] - (need['available'] or 0))} are missing"}
     available = "" if need["available"] is None else f"; {size(need['available'])} are available"
+    drafts = "" if need["self_draft"] is None else f"; --draft self adds {size(need['self_draft'])}"
     cache = f"cache {size(need['cache'])} in {need['kv_cache']}"
     return (
         f"{size(need['total'])} in {need['precision']}: weights {size(need['weights'])}, {cache} for {need['context']} "
-        f"tokens ({size(need['cache_per_token'])} each), a pass {size(need['activations'])}"
+        f"tokens ({size(need['cache_per_token'])} each), a pass {size(need['activations'])}{drafts}"
         f"{available}{fits[need['fits']]}"
     )

@@ -84,6 +84,9 @@ class Model:
         str | None, _model("A file of `outpace index`: guess from that corpus, too.", metavar="FILE")
     ] = None
     draft_tokens: Annotated[int | None, _model("Guess always this many tokens (0 to 15).", metavar="K")] = None
+    draft_layers: Annotated[
+        int | None, _model("With --draft self: guess with N of the model's layers.", metavar="N")
+    ] = None
     no_speculation: Annotated[bool, _model("Plain decoding: the same tokens, one a pass.", "--no-speculation")] = False
     precision: Annotated[str, _model("Arithmetic: int8, int4, bf16 (weights of 2 bytes) or f32.")] = "int8"
     context: Annotated[int | None, _model("Tokens that prompt and answer may have; saves memory.")] = None
@@ -122,6 +125,7 @@ class Model:
             draft_model=self.draft_model,
             datastore=self.datastore,
             draft_tokens=self.draft_tokens,
+            draft_layers=self.draft_layers,
             context=self.context,
             kv_cache=self.kv_cache,  # type: ignore[arg-type]
             slots=1,

@@ -59,15 +59,23 @@ class State:
 class Want:
     """A request for a draft of at most `most` tokens.
 
-    A drafter that knows how sure it is stops after the first token whose chance of being reached and accepted is
-    smaller than `worth`, and may go on to `stretch` tokens while it is not. chances: turns confidences along a chain
-    into the chance of each token, given the one before; None: they are taken as they are.
+    worth: a token that is reached and accepted with a smaller chance than this is not worth its row in the target's
+    pass; 0.0: nobody asks how sure the drafter is, the draft has a fixed length. step: what a further pass of the
+    drafter costs, in expected tokens: it is made only where the tokens it may add promise more together.
+    So a chain ends after its first token whose chance is smaller than worth + step: what follows is no likelier. A tree
+    goes a level deeper while the chances that the level would add, each less `worth` where that is positive, add up to
+    more than `step`. It cannot know them, and takes the chances of what came after the text's last token for those of
+    what comes after each of its tokens. Its tokens stand in the order of falling chance, every one after its parent, so
+    that the first n are the best n. Tokens that turn out not to be worth their row may stay at the end: they get none.
+    stretch: a drafter that knows how sure it is may go on to so many tokens while they are worth it.
+    chances: turns confidences, each given the token before, into chances; None: they are taken as they are.
     """
 
     state: State
     most: int
     stretch: int = 0
     worth: float = 0.0
+    step: float = 0.0
     chances: Callable[[Sequence[float]], list[float]] | None = None
 
 

@@ -72,7 +72,7 @@ class BlockDrafter(FeatureReader):
                 row = row + bias
             if i < self._skip:
                 continue
-            row, sure = self._of_target(row), self._sure(before, state)
+            row, sure = self._of_target(self._checked(row)), self._sure(before, state)
             try:
                 chain.extend(row, sure)
             except NumericalError:  # the request's masks leave nothing of what this source can say

@@ -36,7 +36,7 @@ class Chain:
             self._confidence.append(sure)
             self._reach *= sure if want.chances is None else want.chances((sure,))[0]
         # This token is paid for; the question is whether another one is worth its draft and its row.
-        self.goes_on = len(self.tokens) < self.room and self._reach >= want.worth
+        self.goes_on = len(self.tokens) < self.room and self._reach >= want.worth + want.step
 
     def draft(self, source: str) -> Draft:
         sure = tuple(self._confidence) if self._want.worth > 0.0 else None

@@ -80,13 +80,16 @@ class FeatureReader:
         left = self.head.capacity.positions - len(want.state.tokens)
         return min(max(want.most, want.stretch), left + 2) if len(want.state.tokens) > 1 and left >= -1 else 0
 
-    def _of_target(self, logits: F32) -> F32:
-        """Logits [draft vocabulary] over the target's vocabulary, good until the next call. Raises NumericalError for
-        values, UsageError for a shape that cannot be."""
+    def _checked(self, logits: F32) -> F32:
+        """Logits [draft vocabulary]. Raises NumericalError for values, UsageError for a shape that cannot be."""
         if logits.shape != (self.head.config.draft_vocab_size,):
             raise UsageError(f"its logits have the shape {list(logits.shape)}")
         if not np.isfinite(logits).all():
             raise NumericalError("its logits hold values that are no numbers: the head is damaged or overflowed")
+        return logits
+
+    def _of_target(self, logits: F32) -> F32:
+        """Logits [draft vocabulary] over the target's vocabulary, good until the next call."""
         if self.head.d2t is None:
             return logits
         self._spread[self.head.d2t] = logits
@@ -142,7 +145,7 @@ class HeadDrafter(FeatureReader):
     """Drafts with an mtp or eagle3 head: a pass for each level of the draft, for all requests together."""
 
     def propose(self, wanted: Sequence[Want]) -> list[Draft]:
-        trees = [Tree(want, self._room(want)) for want in wanted]
+        trees = [Tree(want, self._room(want), self.head.d2t, self._of_target) for want in wanted]
         growing = [tree for tree in trees if tree.frontier]
         states = [tree.state for tree in growing]
         self.absorb(states)
@@ -172,7 +175,7 @@ class HeadDrafter(FeatureReader):
         if self.head.length(held.slot) < len(tree.state.tokens) - 1:
             raise UsageError("hidden states of this text are missing")
         growth = _Growth(tree, held.slot, {ROOT: -1}, {ROOT: held.hidden})
-        tree.grow([self._of_target(held.logits)])
+        tree.grow([self._checked(held.logits)])
         self._fit(growth)
         return growth
 
@@ -196,7 +199,7 @@ class HeadDrafter(FeatureReader):
             for node, hidden in zip(growth.tree.frontier, result.hidden[at:end], strict=True):
                 growth.rows[node] = len(growth.rows) - 1
                 growth.hidden[node] = hidden
-            growth.tree.grow(self._of_target(row) for row in result.logits[at:end])
+            growth.tree.grow(self._checked(row) for row in result.logits[at:end])
             self._fit(growth)
             at = end
 

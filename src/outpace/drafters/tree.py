@@ -2,15 +2,16 @@
 
 Neighbour: head.py, which computes the logits after all tokens of a level in one pass. Source: EAGLE-2 (arXiv
 2406.16858), whose trees follow the confidences of the head; here what became of tokens of such confidence turns it into
-a chance (Want.chances), and a branch ends where its next token is not worth the row that verifies it. A draft of fixed
-length is a chain, drawn as the request's rule wants it.
+a chance (Want.chances), branches end where their next token is not worth the row that verifies it, and the tree where
+the next level does not promise to be worth its pass. A draft of fixed length is a chain, drawn as the request's rule
+wants it; under the rejection rule, where it has room, with a second token beside the first one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
-from ..types import F32, Distribution, Draft, NumericalError
+from ..types import F32, I64, Distribution, Draft, NumericalError
 from .base import Want
 
 ROOT = -1
@@ -24,8 +25,10 @@ class Tree:
     all tokens looked at, by node.
     """
 
-    def __init__(self, want: Want, room: int) -> None:
+    def __init__(self, want: Want, room: int, ids: I64 | None, spread: Callable[[F32], F32]) -> None:
+        """ids: the tokens that logits are of, None for the whole vocabulary; spread: makes them [vocab_size]."""
         self.state, self.room = want.state, room
+        self._ids, self._spread = ids, spread
         self.frontier = [ROOT] if room > 0 else []
         self.tokens: list[int] = []
         self.parents: list[int] = []
@@ -35,25 +38,36 @@ class Tree:
         self._reach: list[float] = []  # the chance that a node and all before it are accepted
 
     def grow(self, logits: Iterable[F32]) -> None:
-        """Gives each node of the frontier its next tokens; logits: float32 [vocab_size] for each of them, taken one by
+        """Gives each node of the frontier its next tokens; logits: float32 [len(ids)] for each of them, taken one by
         one."""
         newest = len(self.tokens)
         for node, row in zip(self.frontier, logits, strict=True):
             self._branch(node, row)
         # What follows a node is no likelier than the node: only from the best of all can one of the best follow.
         best = self._best(self.room - 1)
-        self.frontier = [node for node in best if node >= newest and self._reach[node] >= self._want.worth]
+        level = [node for node in best if node >= newest and self._reach[node] >= self._want.worth]
+        if self._want.worth <= 0.0:
+            self.frontier = level[:1]
+        else:
+            self.frontier = level if self._promise(level) > self._want.step else []
+
+    def _promise(self, level: Sequence[int]) -> float:
+        """How many tokens more than their rows are worth may follow these nodes: as what followed the text, by then."""
+        first = [self._reach[node] for node, parent in enumerate(self.parents) if parent == ROOT]
+        return sum(max(0.0, self._reach[node] * chance - self._want.worth) for node in level for chance in first)
 
     def _branch(self, node: int, logits: F32) -> None:
         path, want, sampler = self._path(node), self._want, self.state.sampler
         try:
             if want.worth > 0.0:
-                found = sampler.candidates(logits, min(self.room, _BRANCHES), path)
+                alone = self._ids is not None and sampler.as_they_are(self._ids, path)
+                row, ids = (logits, self._ids) if alone else (self._spread(logits), None)
+                found = sampler.candidates(row, min(self.room, _BRANCHES), path, ids)
                 self._q.extend([None] * len(found))
             else:
-                token, q = sampler.draft(logits, path)
-                found = [(token, 1.0)]
-                self._q.append(q)
+                drawn = sampler.siblings(self._spread(logits), 2 if node == ROOT and self.room > 2 else 1, path)
+                found = [(token, 1.0) for token, _ in drawn]
+                self._q.extend(q for _, q in drawn)
         except NumericalError:  # the request's masks leave nothing of what this source can say: the branch ends
             return
         sure = [confidence for _, confidence in found]

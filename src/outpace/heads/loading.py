@@ -30,6 +30,7 @@ from .formats import Found, read_gguf, read_head
 CONVENTIONS = (  # what public files leave open, so that a caller may say it
     "taps", "d2t", "norm_output", "norm_before_residual", "concat", "sample_from_anchor", "sliding_window_non_causal",
 )  # fmt: skip
+ASKED_FOR = "asked for"  # where such a value is from
 _LEFT_BY_TRAINERS = ("verifier_lm_head.weight", "verifier_norm.weight")  # copies of the target's
 
 
@@ -127,7 +128,7 @@ def assemble(found: Found, target: ModelConfig, wanted: Mapping[str, Any], path:
             continue
         if name == "taps" and not isinstance(value, (list, tuple)):
             raise UsageError(f"taps must be a list of layers, got {show(value)}")
-        found.settle(name, tuple(value) if name == "taps" else value, "asked for")
+        found.settle(name, tuple(value) if name == "taps" else value, ASKED_FOR)
     tensors = found.tensors
     notices = [f"{name}: left out, the target's own is used" for name in _LEFT_BY_TRAINERS if name in tensors]
     for name in [*_LEFT_BY_TRAINERS, *(name for name in tensors if name.endswith(".rotary_emb.inv_freq"))]:
@@ -146,7 +147,7 @@ def assemble(found: Found, target: ModelConfig, wanted: Mapping[str, Any], path:
         raise ModelError(f"tensors do not fit the {found.format} head: {wrong}")
     ids = _draft_ids(config, found.d2t, d2t, t2d)
     if ids is not None:
-        found.origins["d2t"] = "asked for" if "d2t" in wanted else f"default of {found.format}"
+        found.origins["d2t"] = ASKED_FOR if "d2t" in wanted else f"default of {found.format}"
     for name, tensor in tensors.items():
         if len(tensor.shape) == 1 and not np.isfinite(tensor.f32()).all():
             raise ModelError(f"tensor {name} holds values that are not finite")

@@ -31,7 +31,11 @@ class Decoder:
         self.config = config
         self.matrices = matrices
         self.vectors = vectors
-        self.head = matrices[EMBEDDING if config.tie_word_embeddings else HEAD]
+
+    @property
+    def head(self) -> Matrix:
+        """The matrix that logits come from."""
+        return self.matrices[EMBEDDING if self.config.tie_word_embeddings else HEAD]
 
     def row(self, token: int, row: int, sees: I64, cache: KVCache) -> dict[int, F32]:
         """One row through all layers.

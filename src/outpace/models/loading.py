@@ -161,7 +161,8 @@ def _load_gguf(path: Path) -> LoadedModel:
         raise ModelError(f"{path}: is one part of a split model; merge the parts into one file first")
     try:
         layers, metadata = nextn_layer(file.metadata)
-        tensors = {name: tensor for name, tensor in file.tensors.items() if _block(name) < layers}
+        head = metadata is not file.metadata
+        tensors = {name: t for name, t in file.tensors.items() if not (head and _block(name) >= layers)}
         config = ModelConfig.from_gguf(metadata, {name: tensor.shape for name, tensor in tensors.items()})
         if ROPE_FACTORS in tensors:
             config = with_rope_factors(config, tensors.pop(ROPE_FACTORS))
@@ -174,7 +175,6 @@ def _load_gguf(path: Path) -> LoadedModel:
                 raise ModelError(f"{path}: tensor {name[:120]!r} is there twice, under two names")
             named[canonical] = part
     check_tensors(config, named, str(path))
-    head = metadata is not file.metadata
     return LoadedModel(config, WeightMap(named, _orders(config, named)), path, "gguf", file.metadata, head)
 
 

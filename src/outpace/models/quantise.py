@@ -21,7 +21,7 @@ GROUP = 32
 
 Precision = Literal["int8", "int4", "bf16", "f32"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
-_FOUR_BITS = ("Q3_K", "Q4_0", "Q4_1", "Q4_K", "IQ4_NL", "IQ4_XS")  # at most, in the file
+FOUR_BITS = ("Q3_K", "Q4_0", "Q4_1", "Q4_K", "IQ4_NL", "IQ4_XS")  # at most, in the file
 
 
 def check_precision(precision: str) -> Precision:
@@ -46,7 +46,7 @@ def held_kind(kind: str, precision: str) -> str:
     if precision == "int8":
         return kind if quantised else "Q8_0"
     if precision == "int4":
-        return kind if kind in _FOUR_BITS else "Q4_0"
+        return kind if kind in FOUR_BITS else "Q4_0"
     if quantised:
         raise UsageError(f"precision bf16 is for files of floats; for {kind} use int8 (the file's own values) or f32")
     return "F16" if kind == "F16" else "BF16"

@@ -54,13 +54,14 @@ class Part:
 class Relaid:
     """Where the re-laid weights of one source are kept: `folder`, which belongs to this source alone.
 
-    source: the .gguf file or model folder. least, most: bytes below which nothing is kept, and that all sources'
-    folders beside this one may take together.
+    source: the .gguf file or model folder. variant: tells apart what is made of one source in several ways. least,
+    most: bytes below which nothing is kept, and that all sources' folders beside this one may take together.
     """
 
-    def __init__(self, folder: Path, source: Path, *, least: int = LEAST, most: int = MOST) -> None:
+    def __init__(self, folder: Path, source: Path, *, variant: str = "", least: int = LEAST, most: int = MOST) -> None:
         self.folder = folder
         self.source = source
+        self.variant = variant
         self.least = least
         self.most = most
         self._seen: dict[str, str] = {}  # layout -> key of the source when it was first read
@@ -111,11 +112,11 @@ class Relaid:
             return False
 
     def _path(self, layout: str) -> Path:
-        return self.folder / f"{hashlib.sha256(layout.encode()).hexdigest()[:16]}.weights"
+        return self.folder / f"{hashlib.sha256(f'{layout}{self.variant}'.encode()).hexdigest()[:16]}.weights"
 
     def _key(self, layout: str) -> str:
         """What a file must have been made from: this source, unchanged, in this layout."""
-        digest = hashlib.sha256(layout.encode())
+        digest = hashlib.sha256((layout + self.variant).encode())
         for file in sorted(self.source.glob("*.safetensors")) if self.source.is_dir() else [self.source]:
             digest.update(_identity(file))
         return digest.hexdigest()

@@ -68,6 +68,15 @@ class WeightMap:
         tensor, order = self._tensors.pop(name), self._orders.pop(name, None)
         return tensor if order is None else tensor.select(order)
 
+    def take_shaped(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The same for a tensor that must have this shape. Raises ModelError."""
+        if not self.has(name):
+            raise ModelError(f"tensor {name} is missing")
+        tensor = self.take_tensor(name)
+        if tuple(tensor.shape) != shape:
+            raise ModelError(f"tensor {name} has shape {list(tensor.shape)}, expected {list(shape)}")
+        return tensor
+
     def clear(self) -> None:
         """Removes all tensors, untouched."""
         self._tensors.clear()

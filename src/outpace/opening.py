@@ -1,0 +1,293 @@
+"""From names and choices to the parts of a language model: its target, tokenizer, template and drafters.
+
+Neighbours: hub.py finds files, models/ and heads/ read them, backends/ run them; api.py puts the parts together.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from . import drafters as ways
+from . import hub
+from .backends.base import Backend
+from .backends.memory import LEAST_CONTEXT, check_fits, estimate
+from .backends.native import NativeBackend
+from .backends.reference import ReferenceBackend
+from .cache import CacheOption, cache_kind
+from .controller import MAX_DRAFT
+from .costs import kept_shape
+from .drafters.base import Drafter
+from .json_file import read_json
+from .models.loading import LoadedModel, load_model
+from .models.quantise import Precision, check_precision
+from .sampling import generation_defaults
+from .self_draft import RULE, kept_layers, pays, self_draft, smaller
+from .text.template import ChatTemplate
+from .text.tokenizer import Tokenizer, same_vocabulary
+from .types import ModelError, UsageError
+from .weights.relaid import Relaid
+from .weights.tensor import Tensor
+
+HEADS = ("mtp", "eagle3", "dflash")
+DRAFTERS = ("auto", *HEADS, "draft_model", "self", "ngram", "suffix", "datastore", "none")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What `api.load` was asked for, where the fields are described. Raises UsageError for what makes no sense."""
+
+    model: str | Path
+    precision: Precision
+    draft: str
+    head: str | Path | None
+    draft_model: str | Path | None
+    datastore: str | Path | None
+    draft_tokens: int | None
+    draft_layers: int | None
+    context: int | None
+    kv_cache: CacheOption
+    slots: int
+    threads: int | None
+    backend: Literal["native", "reference"]
+    cache: bool
+    offline: bool
+    progress: bool
+
+    def __post_init__(self) -> None:
+        draft = self.draft
+        if draft not in DRAFTERS:
+            raise UsageError(f"draft must be one of {', '.join(DRAFTERS)}, got {draft!r}")
+        if self.head is not None and draft not in ("auto", *HEADS):
+            raise UsageError(f"a head goes with draft='auto', {', '.join(map(repr, HEADS))}, not with {draft!r}")
+        if draft in ("eagle3", "dflash") and self.head is None:
+            raise UsageError(f"draft={draft!r} needs head=PATH")
+        if self.draft_model is not None and draft not in ("auto", "draft_model"):
+            raise UsageError(f"a draft model goes with draft='auto' or 'draft_model', not with {draft!r}")
+        if draft == "draft_model" and self.draft_model is None:
+            raise UsageError("draft='draft_model' needs draft_model=NAME")
+        if self.datastore is not None and draft not in ("auto", "datastore"):
+            raise UsageError(f"a datastore goes with draft='auto' or 'datastore', not with {draft!r}")
+        if draft == "datastore" and self.datastore is None:
+            raise UsageError("draft='datastore' needs datastore=FILE, made by `outpace index`")
+        if self.draft_layers is not None and draft != "self":
+            raise UsageError(f"draft_layers goes with draft='self', not with {draft!r}")
+        if self.draft_tokens is not None and not (
+            isinstance(self.draft_tokens, int) and 0 <= self.draft_tokens <= MAX_DRAFT
+        ):
+            raise UsageError(f"draft_tokens must be in 0 .. {MAX_DRAFT}, got {self.draft_tokens!r}")
+        check_precision(self.precision)
+        cache_kind(self.kv_cache, self.precision)
+        if self.backend not in ("native", "reference"):
+            raise UsageError(f"backend must be native or reference, got {self.backend!r}")
+        if not isinstance(self.cache, bool):
+            raise UsageError(f"cache must be True or False, got {self.cache!r}")
+        if self.context is not None and not isinstance(self.context, int):
+            raise UsageError(f"context must be a whole number, got {self.context!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """drafters: the main one first. shape: what passes of some row counts cost (costs.py), None where nobody asks."""
+
+    target: Backend
+    tokenizer: Tokenizer
+    drafters: list[Drafter]
+    shape: dict[int, float] | None
+    template: ChatTemplate | None
+    defaults: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Small:
+    """A model that drafts, its arithmetic, and what its re-laid weights are kept under."""
+
+    name: str
+    loaded: LoadedModel
+    precision: Precision
+    variant: str = ""
+
+
+def open_model(o: Options) -> Parts:
+    """Reads, checks and opens everything. Raises UsageError, HubError, ModelError, CapacityError."""
+    loaded = _files(o, o.model)
+    if o.draft == "mtp" and o.head is None and not loaded.head:
+        raise UsageError(f"draft='mtp' needs head=PATH: {o.model} has no head inside")
+    tokenizer = load_tokenizer(loaded)
+    corpus = _datastore(o, tokenizer)
+    small = _small(o, loaded, tokenizer)
+    target = _target(o, loaded, small)
+    drafters: list[Drafter] = _heads(o, loaded, target)
+    if small is not None:
+        positions = min(target.capacity.positions, small.loaded.config.max_position_embeddings)
+        model = _backend(o, small.loaded, positions, small.precision, small.variant)
+        drafters.append(ways.DraftModelDrafter(model, small.name))
+    if o.draft in ("auto", "self", "suffix"):  # the suffix automaton finds what n-grams find
+        drafters.append(ways.SuffixDrafter())
+    elif o.draft == "ngram":
+        drafters.append(ways.NgramDrafter())
+    if corpus is not None:
+        drafters.append(corpus)
+    shape = _shape(o, loaded, target) if drafters and o.draft_tokens is None else None
+    return Parts(target, tokenizer, drafters, shape, load_template(loaded, tokenizer), load_defaults(loaded))
+
+
+def _files(o: Options, name: str | Path) -> LoadedModel:
+    loaded = load_model(hub.resolve(name, offline=o.offline, progress=o.progress))
+    for notice in loaded.notices:
+        warnings.warn(notice, stacklevel=4)
+    return loaded
+
+
+def _backend(
+    o: Options, loaded: LoadedModel, positions: int | None, precision: Precision, variant: str = "", beside: int = 0
+) -> Backend:
+    """beside: bytes that another model of the same process will need."""
+    if positions is not None and not 1 <= positions <= loaded.config.max_position_embeddings:
+        limit = loaded.config.max_position_embeddings
+        raise UsageError(f"context must be in 1 .. {limit} for {loaded.path}, got {positions}")
+    config, weights = loaded.config, loaded.weights
+    same: dict[str, Any] = {"precision": precision, "slots": o.slots, "positions": positions, "kv_cache": o.kv_cache}
+    if o.backend == "reference":
+        return ReferenceBackend(config, weights, **same)
+    check_fits(loaded.path, config, weights, precision, positions, o.kv_cache, beside)
+    relaid = Relaid(hub.relaid(loaded.path), loaded.path, variant=variant) if o.cache else None
+    return NativeBackend(config, weights, threads=o.threads, relaid=relaid, **same)
+
+
+def _small(o: Options, loaded: LoadedModel, tokenizer: Tokenizer) -> _Small | None:
+    """The model that drafts for `loaded`, if one does."""
+    if o.draft_model is not None:
+        small = _files(o, o.draft_model)
+        difference = same_vocabulary(tokenizer, load_tokenizer(small))
+        if difference is not None:
+            raise UsageError(f"{o.draft_model} cannot draft for {o.model}: {difference}")
+        return _Small("draft_model", small, o.precision)
+    # Rounding its weights takes a while: only what is kept on the disk is worth it without being asked for.
+    by_itself = o.draft == "auto" and o.backend == "native" and o.cache and o.head is None and not loaded.head
+    if o.draft != "self" and not (by_itself and pays(loaded, o.precision, o.kv_cache)):
+        return None
+    layers = kept_layers(loaded.config.num_hidden_layers, o.draft_layers)
+    small = self_draft(load_model(loaded.path), tokenizer, layers)
+    if not smaller(small, loaded, o.precision):
+        raise UsageError(f"draft='self' drafts at 4 bits, which {o.model} has already: use another drafter")
+    return _Small("self", small, "int8", f"self {RULE} {layers}")
+
+
+def _datastore(o: Options, tokenizer: Tokenizer) -> Drafter | None:
+    if o.datastore is None:
+        return None
+    from .drafters.datastore import open_for
+
+    return ways.DatastoreDrafter(open_for(o.datastore, tokenizer, str(o.model)))
+
+
+def _target(o: Options, loaded: LoadedModel, small: _Small | None) -> Backend:
+    beside = 0
+    if small is not None:
+        config = small.loaded.config
+        least = min(LEAST_CONTEXT, config.max_position_embeddings)
+        positions = min(o.context or least, least)
+        beside = estimate(config, small.loaded.weights, small.precision, positions, o.kv_cache).total
+    return _backend(o, loaded, o.context, o.precision, beside=beside)
+
+
+def _heads(o: Options, loaded: LoadedModel, target: Backend) -> list[Drafter]:
+    """The drafter with the head that is given or inside the model."""
+    if o.head is not None:
+        path = Path(o.head) if Path(o.head).exists() else hub.resolve(o.head, offline=o.offline, progress=o.progress)
+        return [open_head(path, loaded, target, o.draft)]
+    if not loaded.head or o.draft not in ("auto", "mtp"):
+        return []
+    try:
+        return [open_head(loaded.path, loaded, target, o.draft)]
+    except ModelError as error:
+        if o.draft == "mtp":
+            raise
+        warnings.warn(f"the draft head inside the model is not used: {error}", stacklevel=4)
+        return []
+
+
+def _shape(o: Options, loaded: LoadedModel, target: Backend) -> dict[int, float]:
+    how = f"{target.isa}, {target.threads} threads" if isinstance(target, NativeBackend) else o.backend
+    kept = hub.relaid(loaded.path) / "costs.json" if o.cache else None
+    when = loaded.path.stat().st_mtime_ns
+    return kept_shape(target, kept, f"{o.precision}, {o.kv_cache} cache, {how}, of {when}")
+
+
+def open_head(
+    path: Path,
+    loaded: LoadedModel,
+    target: Backend,
+    draft: str = "auto",
+    conventions: Mapping[str, Any] | None = None,
+) -> Drafter:
+    """The drafter with the learned head at `path`, which runs beside its target. draft: the algorithm that it must be
+    of, or "auto". conventions: how to read its file (heads/loading.py); by default as it was calibrated, if it was.
+    Raises UsageError for another algorithm, ModelError for a head that does not fit the model."""
+    from .backends.running_head import run_head
+    from .heads.loading import borrowed, load_head
+
+    if conventions is None:
+        conventions = kept_conventions(path, loaded.path)
+    head = load_head(path, loaded.config, conventions=conventions)
+    kind = head.config.algorithm
+    if draft not in ("auto", kind):
+        raise UsageError(f"{path} is a head of kind {kind}, not {draft}: use draft={kind!r}")
+    own = {name: head.weights.take_tensor(name) for name in head.weights.keys()}  # noqa: SIM118
+
+    def borrow() -> Mapping[str, Tensor]:  # the target took its own
+        return borrowed(head.config, load_model(loaded.path).weights, loaded.config)
+
+    running = run_head(target, head.config, own, borrow, head.d2t)
+    return ways.BlockDrafter(running) if kind == "dflash" else ways.HeadDrafter(running)
+
+
+def kept_conventions(head: Path, model: Path) -> dict[str, Any]:
+    """How `outpace inspect --calibrate` found this head to be read best with this model; {} where it did not, or the
+    files are others now."""
+    try:
+        kept = read_json(conventions_file(head), missing={})
+    except ModelError:
+        return {}
+    found = kept.get("conventions")
+    return found if isinstance(found, dict) and kept.get("key") == conventions_key(head, model) else {}
+
+
+def conventions_file(head: Path) -> Path:
+    """Where they are kept."""
+    return hub.relaid(head) / "conventions.json"
+
+
+def conventions_key(head: Path, model: Path) -> str:
+    """What the files are known by: names, sizes and times."""
+    files = [file for path in (head, model) for file in (sorted(path.iterdir()) if path.is_dir() else [path])]
+    return " ".join(f"{f.name} {f.stat().st_size} {f.stat().st_mtime_ns}" for f in files if f.is_file())
+
+
+def load_tokenizer(loaded: LoadedModel) -> Tokenizer:
+    """The model's tokenizer, from the GGUF file's metadata or the folder's tokenizer.json. Raises ModelError."""
+    return Tokenizer.from_folder(loaded.path) if loaded.metadata is None else Tokenizer.from_gguf(loaded.metadata)
+
+
+def load_template(loaded: LoadedModel, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """The model's chat template, None where it has none. Raises ModelError."""
+    if loaded.metadata is None:
+        return ChatTemplate.from_folder(loaded.path)
+    return ChatTemplate.from_gguf(loaded.metadata, tokenizer)
+
+
+def load_defaults(loaded: LoadedModel) -> dict[str, Any]:
+    """Sampling defaults of the model's authors: generation_config.json beside the weights; {} where there is none.
+
+    Raises ModelError for a value that cannot be right.
+    """
+    folder = loaded.path if loaded.path.is_dir() else loaded.path.parent
+    file = folder / "generation_config.json"
+    try:
+        return generation_defaults(read_json(file, missing={}))
+    except UsageError as error:
+        raise ModelError(f"{file}: {error}") from None
