@@ -18,6 +18,7 @@ from heads_files import HEADS, LAYOUTS, TARGET
 from outpace import calibrate, opening
 from outpace.cli.app import build
 from outpace.heads.loading import CONVENTIONS
+from outpace.types import NumericalError, UsageError
 from outpace.weights.safetensors import read_safetensors, write_safetensors
 
 
@@ -64,6 +65,36 @@ def test_the_reading_that_drafts_best_is_found_kept_and_forgotten(model: Path) -
     calibrate.forget(model)
     assert opening.kept_conventions(model, model) == {}
     assert tokens_per_round() < 1.7
+
+
+@pytest.mark.parametrize("error", [NumericalError("no number"), UsageError("no such tap")])
+def test_a_reading_that_fails_while_it_drafts_costs_nothing_but_itself(
+    model: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file's own reading, which is tried first, and one of the others."""
+    open_head, closed = calibrate.open_head, []
+
+    def failing(*args: Any, conventions: Any, **more: Any) -> Any:
+        drafter: Any = open_head(*args, conventions=conventions, **more)
+        close = drafter.close
+        monkeypatch.setattr(drafter, "close", lambda: (closed.append(conventions), close()))
+        if not conventions or "norm_output" in conventions:
+
+            def fails(wanted: Any) -> Any:
+                raise error
+
+            monkeypatch.setattr(drafter, "propose", fails)
+        return drafter
+
+    monkeypatch.setattr(calibrate, "open_head", failing)
+    with outpace.load(model, draft="none", precision="f32", slots=4) as plain:
+        found = calibrate.calibrate(plain, model, model)
+    failed = [trial for trial in found.trials if trial.tokens_per_round is None]
+    assert [trial.why for trial in failed] == [str(error)] * len(failed)
+    assert failed[0].conventions == {}
+    assert any("norm_output" in trial.conventions for trial in failed)
+    assert [trial.conventions for trial in found.trials] == closed
+    assert found.best["concat"] == "hidden_first"
 
 
 def test_what_is_kept_is_not_used_for_other_files_and_damage_is_as_if_nothing_were_kept(model: Path) -> None:
