@@ -377,7 +377,12 @@ def test_a_block_is_drawn_with_the_markov_head_and_ends_where_its_own_confidence
         head.sure = lambda before: 0.4
         assert len(drafter.propose([Want(state, 2, 3, 0.5)])[0]) == 1
         assert drafter.propose([Want(text(drafter, (1, 2, 3)), 2), Want(state, 2)])[0].tokens == tuple(tokens[:2])
+
+    def nobody_asks(before: int) -> float:
+        raise AssertionError("a draft of fixed length needs no confidence")
+
     head = TableHead(table, rows=5, **DFLASH)
+    head.sure = nobody_asks
     drafter = BlockDrafter(head)
     states = [text(drafter, (1, 2, 3)[:n]) for n in (3, 2, 3)]
     drafts = drafter.propose([Want(s, 4) for s in states])
