@@ -112,6 +112,44 @@ def test_what_is_kept_is_not_used_for_other_files_and_damage_is_as_if_nothing_we
     assert opening.kept_conventions(model, model) == {}
 
 
+KEPT: dict[str, Any] = {  # by another version, or by accident
+    "unknown": {"old_name": 1},
+    "too many taps": {"taps": [0, 1]},
+    "no such tap": {"taps": [99]},
+    "taps of another kind": {"taps": "0"},
+    "nested": {"taps": [[0]]},
+    "no flag": {"norm_output": "x"},
+    "no choice": {"concat": ["hidden_first"]},
+    "d2t": {"d2t": []},
+    "empty": {"": None},
+}
+
+
+@pytest.mark.parametrize("case", KEPT)
+def test_what_is_kept_and_cannot_be_right_is_left_out_with_one_notice(model: Path, case: str) -> None:
+    file = opening.conventions_file(model)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps({"key": opening.conventions_key(model, model), "conventions": KEPT[case]}))
+    with pytest.warns(UserWarning, match="kept conventions are not used: .*--calibrate") as caught:
+        outpace.load(model, draft="mtp").close()
+    assert len(caught) == 1
+    shown = run(model, "--model", model, "--json")
+    assert shown.exit_code == 0, shown.output
+    assert "calibrated" not in shown.stdout
+    assert shown.stderr.count("\n") == 1
+
+
+def test_a_kept_convention_that_the_file_has_no_use_for_is_no_error(model: Path) -> None:
+    file = opening.conventions_file(model)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    kept = {"d2t": "absolute", "sample_from_anchor": True}
+    file.write_text(json.dumps({"key": opening.conventions_key(model, model), "conventions": kept}))
+    outpace.load(model, draft="mtp").close()
+    shown = run(model, "--model", model, "--json")
+    assert shown.exit_code == 0, shown.output
+    assert "d2t" not in json.loads(shown.stdout)["conventions"]
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_convention_has_another_value(layout: str) -> None:
     config = HEADS[LAYOUTS[layout][0]]
