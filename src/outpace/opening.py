@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from . import drafters as ways
 from . import hub
@@ -18,6 +18,7 @@ from .backends.memory import LEAST_CONTEXT, check_fits, estimate
 from .backends.native import NativeBackend
 from .backends.reference import ReferenceBackend
 from .cache import CacheOption, cache_kind
+from .config import ModelConfig
 from .controller import MAX_DRAFT
 from .costs import kept_shape
 from .drafters.base import Drafter
@@ -31,6 +32,9 @@ from .text.tokenizer import Tokenizer, same_vocabulary
 from .types import ModelError, UsageError
 from .weights.relaid import Relaid
 from .weights.tensor import Tensor
+
+if TYPE_CHECKING:
+    from .heads.loading import LoadedHead
 
 HEADS = ("mtp", "eagle3", "dflash")
 DRAFTERS = ("auto", *HEADS, "draft_model", "self", "ngram", "suffix", "datastore", "none")
@@ -232,8 +236,9 @@ def open_head(
     from .heads.loading import borrowed, load_head
 
     if conventions is None:
-        conventions = kept_conventions(path, loaded.path)
-    head = load_head(path, loaded.config, conventions=conventions)
+        head, _ = load_calibrated(path, loaded.config, loaded.path)
+    else:
+        head = load_head(path, loaded.config, conventions=conventions)
     kind = head.config.algorithm
     if draft not in ("auto", kind):
         raise UsageError(f"{path} is a head of kind {kind}, not {draft}: use draft={kind!r}")
@@ -244,6 +249,24 @@ def open_head(
 
     running = run_head(target, head.config, own, borrow, head.d2t)
     return ways.BlockDrafter(running) if kind == "dflash" else ways.HeadDrafter(running)
+
+
+def load_calibrated(path: Path, target: ModelConfig, model: Path) -> tuple[LoadedHead, dict[str, Any]]:
+    """The head at `path`, read as it was calibrated for the model, if it was, and the conventions found so.
+
+    What is kept and cannot be right (another version may have kept it) is left out with a warning. Raises as load_head.
+    """
+    from .heads.loading import load_head
+
+    if kept := kept_conventions(path, model):
+        try:
+            return load_head(path, target, conventions=kept), kept
+        except (ModelError, UsageError) as error:
+            head = load_head(path, target)  # or the files are at fault
+            again = "the head is read as its file says; outpace inspect --calibrate finds them anew"
+            warnings.warn(f"kept conventions are not used: {error}: {again}", stacklevel=4)
+            return head, {}
+    return load_head(path, target), {}
 
 
 def kept_conventions(head: Path, model: Path) -> dict[str, Any]:
