@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from . import drafters as ways
 from . import hub
 from .backends.base import Backend
-from .backends.memory import LEAST_CONTEXT, check_fits, estimate
+from .backends.memory import LEAST_CONTEXT, Memory, check_fits, estimate, estimate_head
 from .backends.native import NativeBackend
 from .backends.reference import ReferenceBackend
 from .cache import CacheOption, cache_kind
@@ -24,6 +24,7 @@ from .costs import kept_shape
 from .drafters.base import Drafter
 from .json_file import read_json
 from .models.loading import LoadedModel, load_model
+from .models.names import EMBEDDING, HEAD
 from .models.quantise import Precision, check_precision
 from .sampling import generation_defaults
 from .self_draft import RULE, kept_layers, pays, self_draft, smaller
@@ -34,6 +35,7 @@ from .weights.relaid import Relaid
 from .weights.tensor import Tensor
 
 if TYPE_CHECKING:
+    from .drafters import BlockDrafter, HeadDrafter
     from .heads.loading import LoadedHead
 
 HEADS = ("mtp", "eagle3", "dflash")
@@ -123,8 +125,14 @@ def open_model(o: Options) -> Parts:
     tokenizer = load_tokenizer(loaded)
     corpus = _datastore(o, tokenizer)
     small = _small(o, loaded, tokenizer)
-    target = _target(o, loaded, small)
-    drafters: list[Drafter] = _heads(o, loaded, target)
+    head = _head(o, loaded)
+    target = _target(o, loaded, head, small)
+    drafters: list[Drafter] = []
+    if head is not None:
+        try:
+            drafters.append(open_head(head, loaded, target))
+        except ModelError as error:
+            _without_head(o, error)
     if small is not None:
         positions = min(target.capacity.positions, small.loaded.config.max_position_embeddings)
         model = _backend(o, small.loaded, positions, small.precision, small.variant)
@@ -147,17 +155,12 @@ def _files(o: Options, name: str | Path) -> LoadedModel:
 
 
 def _backend(
-    o: Options, loaded: LoadedModel, positions: int | None, precision: Precision, variant: str = "", beside: int = 0
+    o: Options, loaded: LoadedModel, positions: int | None, precision: Precision, variant: str = ""
 ) -> Backend:
-    """beside: bytes that another model of the same process will need."""
-    if positions is not None and not 1 <= positions <= loaded.config.max_position_embeddings:
-        limit = loaded.config.max_position_embeddings
-        raise UsageError(f"context must be in 1 .. {limit} for {loaded.path}, got {positions}")
     config, weights = loaded.config, loaded.weights
     same: dict[str, Any] = {"precision": precision, "slots": o.slots, "positions": positions, "kv_cache": o.kv_cache}
     if o.backend == "reference":
         return ReferenceBackend(config, weights, **same)
-    check_fits(loaded.path, config, weights, precision, positions, o.kv_cache, beside)
     relaid = Relaid(hub.relaid(loaded.path), loaded.path, variant=variant) if o.cache else None
     return NativeBackend(config, weights, threads=o.threads, relaid=relaid, **same)
 
@@ -189,30 +192,62 @@ def _datastore(o: Options, tokenizer: Tokenizer) -> Drafter | None:
     return ways.DatastoreDrafter(open_for(o.datastore, tokenizer, str(o.model)))
 
 
-def _target(o: Options, loaded: LoadedModel, small: _Small | None) -> Backend:
-    beside = 0
+def _target(o: Options, loaded: LoadedModel, head: LoadedHead | None, small: _Small | None) -> Backend:
+    """The model itself, if it fits together with what drafts for it."""
+    config = loaded.config
+    if o.context is not None and not 1 <= o.context <= config.max_position_embeddings:
+        limit = config.max_position_embeddings
+        raise UsageError(f"context must be in 1 .. {limit} for {loaded.path}, got {o.context}")
+    if o.backend == "native":
+        beside = _beside(o, loaded, head, small)
+        check_fits(loaded.path, config, loaded.weights, o.precision, o.context, o.kv_cache, beside)
+    return _backend(o, loaded, o.context, o.precision)
+
+
+def _beside(o: Options, loaded: LoadedModel, head: LoadedHead | None, small: _Small | None) -> int:
+    """Bytes that drafters will take, for as many tokens as the target is asked to hold."""
+    least = min(o.context or LEAST_CONTEXT, loaded.config.max_position_embeddings)
+    found = 0
+    if head is not None:
+        found += head_memory(head, loaded, o.precision, least, o.kv_cache).total
     if small is not None:
-        config = small.loaded.config
-        least = min(LEAST_CONTEXT, config.max_position_embeddings)
-        positions = min(o.context or least, least)
-        beside = estimate(config, small.loaded.weights, small.precision, positions, o.kv_cache).total
-    return _backend(o, loaded, o.context, o.precision, beside=beside)
+        config, weights = small.loaded.config, small.loaded.weights
+        least = min(least, config.max_position_embeddings)
+        found += estimate(config, weights, small.precision, least, o.kv_cache).total
+    return found
 
 
-def _heads(o: Options, loaded: LoadedModel, target: Backend) -> list[Drafter]:
-    """The drafter with the head that is given or inside the model."""
+def head_memory(
+    head: LoadedHead, loaded: LoadedModel, precision: str, context: int, kv_cache: CacheOption = "auto"
+) -> Memory:
+    """What a head will need beside its model, neither of which is touched."""
+    lm_head = loaded.weights.kind(HEAD if loaded.weights.has(HEAD) else EMBEDDING)
+    return estimate_head(head.config, head.weights, lm_head, precision, context, kv_cache)
+
+
+def _head(o: Options, loaded: LoadedModel) -> LoadedHead | None:
+    """The head that is given or inside the model."""
     if o.head is not None:
         path = Path(o.head) if Path(o.head).exists() else hub.resolve(o.head, offline=o.offline, progress=o.progress)
-        return [open_head(path, loaded, target, o.draft)]
+        head, _ = load_calibrated(path, loaded.config, loaded.path)
+        kind = head.config.algorithm
+        if o.draft not in ("auto", kind):
+            raise UsageError(f"{path} is a head of kind {kind}, not {o.draft}: use draft={kind!r}")
+        return head
     if not loaded.head or o.draft not in ("auto", "mtp"):
-        return []
+        return None
     try:
-        return [open_head(loaded.path, loaded, target, o.draft)]
+        return load_calibrated(loaded.path, loaded.config, loaded.path)[0]
     except ModelError as error:
-        if o.draft == "mtp":
-            raise
-        warnings.warn(f"the draft head inside the model is not used: {error}", stacklevel=4)
-        return []
+        _without_head(o, error)
+        return None
+
+
+def _without_head(o: Options, error: ModelError) -> None:
+    """A head that was asked for must be right; one that happens to be inside the model need not."""
+    if o.head is not None or o.draft == "mtp":
+        raise error
+    warnings.warn(f"the draft head inside the model is not used: {error}", stacklevel=5)
 
 
 def _shape(o: Options, loaded: LoadedModel, target: Backend) -> dict[int, float]:
@@ -222,33 +257,19 @@ def _shape(o: Options, loaded: LoadedModel, target: Backend) -> dict[int, float]
     return kept_shape(target, kept, f"{o.precision}, {o.kv_cache} cache, {how}, of {when}")
 
 
-def open_head(
-    path: Path,
-    loaded: LoadedModel,
-    target: Backend,
-    draft: str = "auto",
-    conventions: Mapping[str, Any] | None = None,
-) -> Drafter:
-    """The drafter with the learned head at `path`, which runs beside its target. draft: the algorithm that it must be
-    of, or "auto". conventions: how to read its file (heads/loading.py); by default as it was calibrated, if it was.
-    Raises UsageError for another algorithm, ModelError for a head that does not fit the model."""
+def open_head(head: LoadedHead, loaded: LoadedModel, target: Backend) -> HeadDrafter | BlockDrafter:
+    """The drafter with a learned head, which runs beside its target and takes its tensors. Raises ModelError for
+    weights that cannot be held."""
     from .backends.running_head import run_head
-    from .heads.loading import borrowed, load_head
+    from .heads.loading import borrowed
 
-    if conventions is None:
-        head, _ = load_calibrated(path, loaded.config, loaded.path)
-    else:
-        head = load_head(path, loaded.config, conventions=conventions)
-    kind = head.config.algorithm
-    if draft not in ("auto", kind):
-        raise UsageError(f"{path} is a head of kind {kind}, not {draft}: use draft={kind!r}")
     own = {name: head.weights.take_tensor(name) for name in head.weights.keys()}  # noqa: SIM118
 
     def borrow() -> Mapping[str, Tensor]:  # the target took its own
         return borrowed(head.config, load_model(loaded.path).weights, loaded.config)
 
     running = run_head(target, head.config, own, borrow, head.d2t)
-    return ways.BlockDrafter(running) if kind == "dflash" else ways.HeadDrafter(running)
+    return ways.BlockDrafter(running) if head.config.algorithm == "dflash" else ways.HeadDrafter(running)
 
 
 def load_calibrated(path: Path, target: ModelConfig, model: Path) -> tuple[LoadedHead, dict[str, Any]]:
