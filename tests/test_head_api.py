@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -20,6 +21,7 @@ from outpace.config_gguf import to_gguf
 from outpace.heads.config import HeadConfig
 from outpace.models.gguf_names import BLOCK, TOP
 from outpace.models.loading import load_model
+from outpace.opening import check_vocabulary
 from outpace.types import ModelError, UsageError
 from outpace.weights.gguf import write_gguf
 from outpace.weights.safetensors import read_safetensors, write_safetensors
@@ -99,6 +101,61 @@ def test_heads_from_files_draft(folder: Path, tmp_path: Path) -> None:
         tokens, sources, names = answer(folder, draft=kind, head=path, draft_tokens=3)
         assert (tokens, names) == (plain, (kind,))
         assert sources[kind][0] > 20
+
+
+def other_tokens(folder: Path) -> str:
+    """A tokenizer.json with two tokens the other way round."""
+    data = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = data["model"]["vocab"]
+    a, b = (next(token for token, i in vocabulary.items() if i == which) for which in (40, 41))
+    vocabulary[a], vocabulary[b] = 41, 40
+    data["model"]["merges"] = []
+    return json.dumps(data)
+
+
+def test_a_head_of_another_vocabulary_is_refused(folder: Path, tmp_path: Path) -> None:
+    head = written(tmp_path / "e", specforge_eagle3, EAGLE3)
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    write_safetensors(alone / "mtp.safetensors", _native(random_head(MTP)))
+    own, args = (folder / "tokenizer.json").read_text(), ["--model", str(folder)]
+    for path, its in ((head, head), (alone / "mtp.safetensors", alone)):
+        for text, message in (
+            (own, None),
+            (json.dumps(json.loads(own), indent=3), None),  # other bytes, the same tokens
+            (other_tokens(folder), r"the head is for another target: token 40 is .* in one vocabulary and "),
+            ("{}", "tokenizer.json"),
+        ):
+            (its / "tokenizer.json").write_text(text)
+            shown = CliRunner().invoke(build(), ["inspect", str(path), *args])
+            if message is None:
+                outpace.load(folder, head=path).close()
+                assert shown.exit_code == 0, shown.output
+                continue
+            with pytest.raises(ModelError, match=message) as caught:
+                outpace.load(folder, head=path)
+            assert str(its) in str(caught.value)
+            assert shown.exit_code == 1
+            assert shown.stderr.count("\n") == 1
+            assert "tokenizer" in shown.stderr or "another target" in shown.stderr
+
+
+def test_a_head_in_a_gguf_file_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    vocabulary = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2"}
+    tokens = ["t", "0", *(f"t{i}" for i in range(65))]
+    for name, texts in (("model", tokens), ("same", tokens), ("other", [*tokens[:-2], "t64", "t63"])):
+        metadata = vocabulary | {"tokenizer.ggml.tokens": texts, "tokenizer.ggml.merges": ["t 0"]}
+        metadata["tokenizer.ggml.token_type"] = np.ones(67, np.int32)
+        write_gguf(tmp_path / f"{name}.gguf", metadata, {})
+    check_vocabulary(tmp_path / "same.gguf", tmp_path / "model.gguf")
+    with pytest.raises(ModelError, match=r"other\.gguf: the head is for another target: token 65 is 't63' in one"):
+        check_vocabulary(tmp_path / "other.gguf", tmp_path / "model.gguf")
+    metadata["tokenizer.ggml.model"] = "llama"
+    write_gguf(tmp_path / "unknown.gguf", metadata, {})
+    with pytest.raises(ModelError, match=r"unknown\.gguf: tokenizer\.ggml\.model is 'llama'"):
+        check_vocabulary(tmp_path / "unknown.gguf", tmp_path / "model.gguf")
+    write_gguf(tmp_path / "none.gguf", {"general.architecture": "eagle3"}, {})
+    check_vocabulary(tmp_path / "none.gguf", tmp_path / "model.gguf")
 
 
 def test_what_does_not_fit_says_so(folder: Path, tmp_path: Path) -> None:

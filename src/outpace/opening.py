@@ -31,6 +31,7 @@ from .self_draft import RULE, kept_layers, pays, self_draft, smaller
 from .text.template import ChatTemplate
 from .text.tokenizer import Tokenizer, same_vocabulary
 from .types import ModelError, UsageError
+from .weights.gguf import GGUFFile
 from .weights.relaid import Relaid
 from .weights.tensor import Tensor
 
@@ -125,7 +126,7 @@ def open_model(o: Options) -> Parts:
     tokenizer = load_tokenizer(loaded)
     corpus = _datastore(o, tokenizer)
     small = _small(o, loaded, tokenizer)
-    head = _head(o, loaded)
+    head = _head(o, loaded, tokenizer)
     target = _target(o, loaded, head, small)
     drafters: list[Drafter] = []
     if head is not None:
@@ -225,11 +226,12 @@ def head_memory(
     return estimate_head(head.config, head.weights, lm_head, precision, context, kv_cache)
 
 
-def _head(o: Options, loaded: LoadedModel) -> LoadedHead | None:
+def _head(o: Options, loaded: LoadedModel, tokenizer: Tokenizer) -> LoadedHead | None:
     """The head that is given or inside the model."""
     if o.head is not None:
         path = Path(o.head) if Path(o.head).exists() else hub.resolve(o.head, offline=o.offline, progress=o.progress)
         head, _ = load_calibrated(path, loaded.config, loaded.path)
+        check_vocabulary(path, loaded.path, tokenizer)
         kind = head.config.algorithm
         if o.draft not in ("auto", kind):
             raise UsageError(f"{path} is a head of kind {kind}, not {o.draft}: use draft={kind!r}")
@@ -270,6 +272,42 @@ def open_head(head: LoadedHead, loaded: LoadedModel, target: Backend) -> HeadDra
 
     running = run_head(target, head.config, own, borrow, head.d2t)
     return ways.BlockDrafter(running) if head.config.algorithm == "dflash" else ways.HeadDrafter(running)
+
+
+def check_vocabulary(head: Path, model: Path, tokenizer: Tokenizer | None = None) -> None:
+    """Raises ModelError where a head brings a tokenizer (beside its files, or in its GGUF file) of other tokens than
+    the model's, or a damaged one. tokenizer: the model's, if it is at hand. Without one there is nothing to compare."""
+    its, ours = _vocabulary_file(head), _vocabulary_file(model)
+    if its is None or ours is None or its == ours:
+        return
+    if its.name == ours.name == "tokenizer.json" and its.read_bytes() == ours.read_bytes():
+        return
+    other = _tokenizer_in(its)
+    tokenizer = _tokenizer_in(ours) if other is not None and tokenizer is None else tokenizer
+    if other is None or tokenizer is None:
+        return
+    if difference := same_vocabulary(tokenizer, other):
+        raise ModelError(f"{head}: the head is for another target: {difference}")
+
+
+def _vocabulary_file(path: Path) -> Path | None:
+    """The file that holds the tokenizer of a model or head, if there is one."""
+    if path.is_dir() and not (path / "config.json").is_file() and len(files := sorted(path.glob("*.gguf"))) == 1:
+        path = files[0]
+    if path.suffix.lower() == ".gguf":
+        return path
+    file = (path if path.is_dir() else path.parent) / "tokenizer.json"
+    return file if file.is_file() else None
+
+
+def _tokenizer_in(file: Path) -> Tokenizer | None:
+    if file.suffix.lower() != ".gguf":
+        return Tokenizer.from_folder(file.parent)
+    metadata = GGUFFile.open(file).metadata
+    try:
+        return Tokenizer.from_gguf(metadata) if "tokenizer.ggml.tokens" in metadata else None
+    except ModelError as error:
+        raise ModelError(f"{file}: {error}") from None
 
 
 def load_calibrated(path: Path, target: ModelConfig, model: Path) -> tuple[LoadedHead, dict[str, Any]]:

@@ -46,7 +46,7 @@ def inspect(
 
     from .. import hub
     from ..heads.loading import open_target
-    from ..opening import load_calibrated
+    from ..opening import check_vocabulary, load_calibrated
     from ..types import ModelError, UsageError
 
     path = Path(head)
@@ -63,6 +63,7 @@ def inspect(
             inside = False
         if not inside:
             raise UsageError(f"{head}: say which model this head drafts for: --model NAME")
+    check_vocabulary(path, its)
     if forget:
         from ..calibrate import forget as forget_kept
 
