@@ -188,6 +188,37 @@ def test_a_damaged_head_inside_is_left_out_with_a_warning_unless_it_was_asked_fo
         outpace.load(inside, draft="mtp")
 
 
+@pytest.mark.parametrize("backend", ["native", "reference"])
+def test_to_draft_nothing_nothing_is_opened(inside: Path, tmp_path: Path, backend: Any) -> None:
+    """Not even looked for: none of these is there."""
+    gone = tmp_path / "gone"
+    for more in (
+        {},
+        {"draft": "mtp"},
+        {"draft": "eagle3", "head": gone},
+        {"draft_model": gone},
+        {"draft": "datastore", "datastore": gone},
+        {"draft": "self", "draft_layers": 1},
+        {"draft": "none"},
+    ):
+        with outpace.load(inside, draft_tokens=0, backend=backend, **more) as model:  # type: ignore[arg-type]
+            assert model.drafters == ()
+            assert len(model.generate(PROMPT, max_tokens=3).token_ids) == 3
+
+
+def test_no_choice_is_ignored_in_silence(folder: Path) -> None:
+    more: dict[str, Any]
+    for more, message in (
+        ({"draft": "none", "draft_tokens": 5}, "draft_tokens=5 needs a drafter"),
+        ({"draft_tokens": True}, r"draft_tokens must be in 0 \.\. 15, got True"),
+        ({"draft_tokens": False}, r"draft_tokens must be in 0 \.\. 15, got False"),
+        ({"draft_tokens": 2.0}, r"draft_tokens must be in 0 \.\. 15, got 2\.0"),
+        ({"backend": "reference", "threads": 3}, "threads goes with backend='native'"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            outpace.load(folder, **more)
+
+
 def test_a_model_loads_without_the_head_inside(tmp_path: Path) -> None:
     loaded = load_model(native_mtp(tmp_path, HEADS["mtp"], random_head(HEADS["mtp"])))
     assert (loaded.head, loaded.config.num_hidden_layers) == (True, 8)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -82,14 +82,17 @@ class Options:
             raise UsageError("draft='datastore' needs datastore=FILE, made by `outpace index`")
         if self.draft_layers is not None and draft != "self":
             raise UsageError(f"draft_layers goes with draft='self', not with {draft!r}")
-        if self.draft_tokens is not None and not (
-            isinstance(self.draft_tokens, int) and 0 <= self.draft_tokens <= MAX_DRAFT
-        ):
-            raise UsageError(f"draft_tokens must be in 0 .. {MAX_DRAFT}, got {self.draft_tokens!r}")
+        if self.draft_tokens is not None:
+            if type(self.draft_tokens) is not int or not 0 <= self.draft_tokens <= MAX_DRAFT:
+                raise UsageError(f"draft_tokens must be in 0 .. {MAX_DRAFT}, got {self.draft_tokens!r}")
+            if draft == "none" and self.draft_tokens:
+                raise UsageError(f"draft_tokens={self.draft_tokens} needs a drafter: draft='none' excludes it")
         check_precision(self.precision)
         cache_kind(self.kv_cache, self.precision)
         if self.backend not in ("native", "reference"):
             raise UsageError(f"backend must be native or reference, got {self.backend!r}")
+        if self.backend == "reference" and self.threads is not None:
+            raise UsageError("threads goes with backend='native': the reference runs on one")
         if not isinstance(self.cache, bool):
             raise UsageError(f"cache must be True or False, got {self.cache!r}")
         if self.context is not None and not isinstance(self.context, int):
@@ -120,6 +123,8 @@ class _Small:
 
 def open_model(o: Options) -> Parts:
     """Reads, checks and opens everything. Raises UsageError, HubError, ModelError, CapacityError."""
+    if o.draft_tokens == 0:  # nothing is looked up or opened to draft nothing
+        o = replace(o, draft="none", head=None, draft_model=None, datastore=None, draft_layers=None)
     loaded = _files(o, o.model)
     if o.draft == "mtp" and o.head is None and not loaded.head:
         raise UsageError(f"draft='mtp' needs head=PATH: {o.model} has no head inside")
