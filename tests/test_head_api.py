@@ -167,7 +167,7 @@ def test_what_does_not_fit_says_so(folder: Path, tmp_path: Path) -> None:
         ({"draft": "mtp"}, "has no head inside"),
         ({"draft": "eagle3"}, "needs head=PATH"),
         ({"draft": "dflash"}, "needs head=PATH"),
-        ({"draft": "suffix", "head": head}, "a head goes with"),
+        ({"draft": "suffix", "head": head}, "head= and draft='suffix' exclude each other"),
         ({"draft": "eagle3", "head": head}, "is a head of kind mtp, not eagle3"),
         ({"head": tmp_path / "none"}, "no model at"),
         ({"head": folder}, "no draft head|not a draft head|head"),
@@ -213,7 +213,7 @@ def test_no_choice_is_ignored_in_silence(folder: Path) -> None:
         ({"draft_tokens": True}, r"draft_tokens must be in 0 \.\. 15, got True"),
         ({"draft_tokens": False}, r"draft_tokens must be in 0 \.\. 15, got False"),
         ({"draft_tokens": 2.0}, r"draft_tokens must be in 0 \.\. 15, got 2\.0"),
-        ({"backend": "reference", "threads": 3}, "threads goes with backend='native'"),
+        ({"backend": "reference", "threads": 3}, "threads= and backend='reference' exclude each other"),
     ):
         with pytest.raises(UsageError, match=message):
             outpace.load(folder, **more)

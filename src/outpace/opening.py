@@ -68,20 +68,20 @@ class Options:
         draft = self.draft
         if draft not in DRAFTERS:
             raise UsageError(f"draft must be one of {', '.join(DRAFTERS)}, got {draft!r}")
-        if self.head is not None and draft not in ("auto", *HEADS):
-            raise UsageError(f"a head goes with draft='auto', {', '.join(map(repr, HEADS))}, not with {draft!r}")
         if draft in ("eagle3", "dflash") and self.head is None:
-            raise UsageError(f"draft={draft!r} needs head=PATH")
-        if self.draft_model is not None and draft not in ("auto", "draft_model"):
-            raise UsageError(f"a draft model goes with draft='auto' or 'draft_model', not with {draft!r}")
+            raise UsageError(f"draft={draft!r} needs head=PATH, a head of that kind made for this model")
         if draft == "draft_model" and self.draft_model is None:
-            raise UsageError("draft='draft_model' needs draft_model=NAME")
-        if self.datastore is not None and draft not in ("auto", "datastore"):
-            raise UsageError(f"a datastore goes with draft='auto' or 'datastore', not with {draft!r}")
+            raise UsageError("draft='draft_model' needs draft_model=NAME, a small model with the same vocabulary")
         if draft == "datastore" and self.datastore is None:
             raise UsageError("draft='datastore' needs datastore=FILE, made by `outpace index`")
-        if self.draft_layers is not None and draft != "self":
-            raise UsageError(f"draft_layers goes with draft='self', not with {draft!r}")
+        for name, goes_with in (
+            ("head", ("auto", *HEADS)),
+            ("draft_model", ("auto", "draft_model")),
+            ("datastore", ("auto", "datastore")),
+            ("draft_layers", ("self",)),
+        ):
+            if getattr(self, name) is not None and draft not in goes_with:
+                raise UsageError(f"{name}= and draft={draft!r} exclude each other: it goes with {', '.join(goes_with)}")
         if self.draft_tokens is not None:
             if type(self.draft_tokens) is not int or not 0 <= self.draft_tokens <= MAX_DRAFT:
                 raise UsageError(f"draft_tokens must be in 0 .. {MAX_DRAFT}, got {self.draft_tokens!r}")
@@ -92,7 +92,7 @@ class Options:
         if self.backend not in ("native", "reference"):
             raise UsageError(f"backend must be native or reference, got {self.backend!r}")
         if self.backend == "reference" and self.threads is not None:
-            raise UsageError("threads goes with backend='native': the reference runs on one")
+            raise UsageError("threads= and backend='reference' exclude each other: the reference runs on one")
         if not isinstance(self.cache, bool):
             raise UsageError(f"cache must be True or False, got {self.cache!r}")
         if self.context is not None and not isinstance(self.context, int):
