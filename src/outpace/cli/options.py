@@ -75,7 +75,10 @@ class Model:
     ] = None
     draft: Annotated[
         str,
-        _model("What guesses ahead: auto, mtp, eagle3, dflash, ngram, suffix, datastore, draft_model, self or none."),
+        _model(
+            "What guesses ahead: auto (whatever is given, and the text itself), or one alone: mtp, eagle3, dflash, "
+            "ngram, suffix, datastore, draft_model, self (beside suffix); or none."
+        ),
     ] = "auto"
     head: Annotated[
         str | None, _model("A learned draft head made for the model (mtp, eagle3, dflash).", metavar="PATH")
