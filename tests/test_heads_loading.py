@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import heads_files
-from heads_files import D2T, HEADS, LAYOUTS, TARGET, TARGET_ARRAYS, d2t, random_head
+from heads_files import D2T, HEADS, LAYOUTS, TARGET, TARGET_ARRAYS, d2t, random_head, shared_tensors
 from outpace.heads.config import HeadConfig
-from outpace.heads.loading import load_head, shared_tensors
+from outpace.heads.loading import load_head
 from outpace.heads.reference import Guess, Head, make_head
 from outpace.types import ModelError, OutpaceError, UsageError
 from outpace.weights.safetensors import read_safetensors, write_safetensors

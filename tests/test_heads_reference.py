@@ -8,9 +8,22 @@ import numpy as np
 import pytest
 import torch
 
-from heads_files import BLOCKS, D2T, EAGLE3, GOLDEN, HEADS, TARGET, TARGET_ARRAYS, d2t, gguf_eagle3, random_head, text
+from heads_files import (
+    BLOCKS,
+    D2T,
+    EAGLE3,
+    GOLDEN,
+    HEADS,
+    TARGET,
+    TARGET_ARRAYS,
+    d2t,
+    gguf_eagle3,
+    random_head,
+    shared_tensors,
+    text,
+)
 from outpace.heads.config import HeadConfig
-from outpace.heads.loading import load_head, open_target, shared_tensors
+from outpace.heads.loading import load_head, open_target
 from outpace.heads.reference import BlockHead, Head, Slots, make_head
 from outpace.types import CapacityError, UsageError
 from outpace.weights.gguf import GGUFFile

@@ -28,12 +28,13 @@ from heads_files import (
     TARGET_ARRAYS,
     TOKENS,
     random_head,
+    shared_tensors,
     speculators_dflash,
     speculators_eagle3,
     speculators_mtp,
     text,
 )  # fmt: skip
-from outpace.heads.loading import load_head, shared_tensors
+from outpace.heads.loading import load_head
 from outpace.heads.reference import AutoregressiveHead, BlockHead, Slots, make_head
 from outpace.weights.weight_map import WeightMap
 
@@ -177,7 +178,7 @@ def test_blocks_equal_speculators(name: str, tmp_path: Path, monkeypatch: pytest
         slots = Slots(tokens[anchor], none, none)
         forced = iter(tokens[anchor + 1 :])
         guesses = head.draft(slots, 99, lambda _, forced=forced: next(forced), cache)
-        assert (len(guesses), cache.length) == (config.most_drafts, anchor)
+        assert (len(guesses), cache.length) == (config.block_size - (not config.sample_from_anchor), anchor)
         for i, guess in enumerate(guesses):
             np.testing.assert_allclose(guess.logits, want[anchor, i + skip], atol=1e-4)
             if config.confidence != "none":

@@ -119,7 +119,8 @@ def describe(loaded: LoadedHead, target: ModelConfig, tensors: Mapping[str, Tens
         step += tensors[lm_head].nbytes * config.draft_vocab_size // target.vocab_size
     reads = sum(t.nbytes for name, t in tensors.items() if name == lm_head or name not in _EMBEDDINGS)
     layers = config.layers
-    sizes = {"block_size": config.block_size, "mask_token": config.mask_token} if config.most_drafts else {}
+    block = config.algorithm == "dflash"
+    sizes = {"block_size": config.block_size, "mask_token": config.mask_token} if block else {}
     if config.markov != "none":
         sizes |= {"markov": config.markov, "markov_rank": config.markov_rank}  # type: ignore[dict-item]
     if config.confidence != "none":

@@ -258,7 +258,7 @@ class BlockHead(Head):
         return self._norm(self.layers.block(x, not config.sliding_window_non_causal, cache), FINAL_NORM)
 
     def draft(self, slots: Slots, n: int, choose: Choose, cache: KVCache) -> list[Guess]:
-        """As `Head.draft`; at most config.most_drafts. The block is computed whole: its rows see each other."""
+        """As `Head.draft`, of one block, which is computed whole: its rows see each other."""
         skip = 0 if self.config.sample_from_anchor else 1
         guesses: list[Guess] = []
         before, state = slots.token, self.first_state()
