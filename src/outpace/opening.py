@@ -328,7 +328,7 @@ def load_calibrated(path: Path, target: ModelConfig, model: Path) -> tuple[Loade
         except (ModelError, UsageError) as error:
             head = load_head(path, target)  # or the files are at fault
             again = "the head is read as its file says; outpace inspect --calibrate finds them anew"
-            warnings.warn(f"kept conventions are not used: {error}: {again}", stacklevel=4)
+            warnings.warn(f"kept conventions are not used: {error}: {again}", stacklevel=5)
             return head, {}
     return load_head(path, target), {}
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 OUTS, GROUP, BLOCK = 16, 32, 64  # outputs of a block, weights of a group, positions of a cache block
 ROWS = 512  # of a pass over a long prompt
+HEAD_ROWS = 256  # of a head's
 CHUNK, PARTIALS = 256, 1 << 22  # positions of a partial result of attention, and numbers of these kept at once
 LEAST_CONTEXT = 2048  # tokens of cache that must fit, when nothing is said about the context
 _FOUR_BITS = ("Q4_0", "Q4_1")
@@ -88,8 +89,8 @@ def estimate_head(
     if not head.own_lm_head and head.draft_vocab_size < layers.vocab_size:
         kinds[HEAD], shapes[HEAD] = lm_head, (head.draft_vocab_size, layers.hidden_size)
     found = _estimate(layers, kinds, head_precision(precision), context, cache_kind(kv_cache, precision), shapes)
-    features = 4 * min(ROWS, found.context) * head.feature_width
-    return replace(found, activations=found.activations + features)
+    features = 4 * min(HEAD_ROWS, context) * head.feature_width
+    return replace(found, activations=_activations(layers, context, HEAD_ROWS) + features)
 
 
 def _estimate(
@@ -135,15 +136,16 @@ def _block_bytes(kind: str, width: int) -> int:
     return scales + weights * (4 if kind in _FOUR_BITS else 8)
 
 
-def _activations(config: ModelConfig, context: int) -> int:
+def _activations(config: ModelConfig, context: int, rows: int = ROWS) -> int:
     """The buffers of a long prompt's pass, and logits of the rows that a round verifies."""
     inner = max(config.intermediate_size, config.shared_expert_ffn_size)
     floats = 4 * config.hidden_size + 2 * config.q_proj_dim() + 2 * config.kv_proj_dim() + 2 * inner
     if config.num_experts:
         floats += config.num_experts_used * 2 * (config.hidden_size + config.expert_ffn_size)
     rounded = (config.hidden_size + config.q_proj_dim() + inner) // 2  # bytes and scales, in floats
-    partials = min(PARTIALS, min(ROWS, context) * config.q_proj_dim() * _ceil(context, CHUNK) // CHUNK)
-    return 4 * (min(ROWS, context) * (floats + rounded) + partials + 2 * 17 * config.vocab_size)
+    rows = min(rows, context)
+    partials = min(PARTIALS, rows * config.q_proj_dim() * _ceil(context, CHUNK) // CHUNK)
+    return 4 * (rows * (floats + rounded) + partials + 2 * 17 * config.vocab_size)
 
 
 def _ceil(value: int, step: int) -> int:
