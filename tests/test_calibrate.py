@@ -17,7 +17,7 @@ import tiny_folder
 from heads_files import HEADS, LAYOUTS, TARGET
 from outpace import calibrate, opening
 from outpace.cli.app import build
-from outpace.heads.loading import CONVENTIONS
+from outpace.heads.loading import ASKED_FOR, CONVENTIONS, LoadedHead
 from outpace.types import NumericalError, UsageError
 from outpace.weights.safetensors import read_safetensors, write_safetensors
 
@@ -74,8 +74,9 @@ def test_a_reading_that_fails_while_it_drafts_costs_nothing_but_itself(
     """The file's own reading, which is tried first, and one of the others."""
     open_head, closed = calibrate.open_head, []
 
-    def failing(*args: Any, conventions: Any, **more: Any) -> Any:
-        drafter: Any = open_head(*args, conventions=conventions, **more)
+    def failing(head: LoadedHead, *args: Any) -> Any:
+        drafter: Any = open_head(head, *args)
+        conventions = {name for name, origin in head.origins.items() if origin == ASKED_FOR}
         close = drafter.close
         monkeypatch.setattr(drafter, "close", lambda: (closed.append(conventions), close()))
         if not conventions or "norm_output" in conventions:
@@ -93,7 +94,7 @@ def test_a_reading_that_fails_while_it_drafts_costs_nothing_but_itself(
     assert [trial.why for trial in failed] == [str(error)] * len(failed)
     assert failed[0].conventions == {}
     assert any("norm_output" in trial.conventions for trial in failed)
-    assert [trial.conventions for trial in found.trials] == closed
+    assert [trial.conventions.keys() for trial in found.trials] == closed
     assert found.best["concat"] == "hidden_first"
 
 

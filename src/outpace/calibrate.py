@@ -76,8 +76,8 @@ def calibrate(
         """Tokens a round; -1.0 for a reading that is impossible."""
         progress(", ".join(f"{name} {value}" for name, value in conventions.items()) or "the file's own reading")
         try:
-            drafter = open_head(head_path, loaded, model.target, conventions=conventions)
-            assert isinstance(drafter, (HeadDrafter, BlockDrafter))
+            head = load_head(head_path, loaded.config, conventions=conventions)
+            drafter = open_head(head, loaded, model.target)
             try:
                 found = _tokens_per_round(drafter, texts, model.config.vocab_size)
             finally:
