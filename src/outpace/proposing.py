@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import itertools
 import operator
+import os
+import sys
 import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Protocol
 
 from .controller import Ask, Choice, Controller, Offer
@@ -166,7 +169,11 @@ def leave_out(name: str, requests: Sequence[Drafting], error: Exception) -> None
     for request in requests:
         request.without.add(name)
     why = str(error) if isinstance(error, OutpaceError) else f"{type(error).__name__}: {error}"
-    warnings.warn(f"drafter {name} failed and is left out for this request: {why}", stacklevel=8)
+    message = f"drafter {name} failed and is left out for this request: {why}"
+    if sys.version_info >= (3, 12):  # it points to the caller's line, however deep in here it happened
+        warnings.warn(message, skip_file_prefixes=(f"{Path(__file__).parent}{os.sep}",), stacklevel=2)
+    else:  # ... or to the line that left the drafter out
+        warnings.warn(message, stacklevel=2)
 
 
 def _made(draft: Draft, evidence: Evidence, main: bool = True) -> Offer:
