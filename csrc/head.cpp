@@ -156,9 +156,11 @@ void Head::forward(const std::vector<HeadShare>& shares, const std::vector<int>&
     const Input input = quantised(pair, 2 * static_cast<size_t>(n), rows, 2 * n);
     if (mtp) multiply_all(fc_, input, x, n);
     run_layers(mtp ? nullptr : &input, [](int) {});
-    if (wanted.empty()) return;
-    gather(wanted);
-    finish(static_cast<int>(wanted.size()), shape_.norm_output, logits, hidden);
+    if (!wanted.empty()) {
+        gather(wanted);
+        finish(static_cast<int>(wanted.size()), shape_.norm_output, logits, hidden);
+    }
+    pend(plain);
 }
 
 // The first rows of x_ -> logits, and the hidden state after the final norm or before.
@@ -174,11 +176,17 @@ void Head::finish(int rows, bool norm_output, float* logits, float* hidden) {
 void Head::read(int slot, int count, const float* features) {
     std::lock_guard<std::mutex> lock(mutex_);
     check_algorithm(true);
-    Share share{slot, std::vector<int>(static_cast<size_t>(std::max(count, 0)), 0), {}, false};
-    for (int i = 0; i < count; ++i) share.parents.push_back(i - 1);
-    check({share}, {});
+    std::vector<Share> shares(1);
+    shares[0].slot = slot;
+    std::vector<int> all;
+    for (int i = 0; i < count; ++i) {
+        shares[0].tokens.push_back(0);
+        shares[0].parents.push_back(i - 1);
+        all.push_back(i);
+    }
+    check(shares, {});
     clock_.start();
-    layout({share});
+    layout(shares);
     float* fused = room(fused_, static_cast<size_t>(count) * config_.hidden_size);
     fuse(features, count, fused);
     rotary_tables();
@@ -186,8 +194,7 @@ void Head::read(int slot, int count, const float* features) {
     clock_.enter(StageClock::PROJECTIONS);
     for (int i = 0; i < config_.layers; ++i) project(i, input, false);
     clock_.enter(StageClock::REST);
-    std::vector<int> all(static_cast<size_t>(count));
-    for (int i = 0; i < count; ++i) all[static_cast<size_t>(i)] = i;
+    pend(shares);
     cache_.commit(slot, all);
 }
 
@@ -217,8 +224,7 @@ void Head::block(const std::vector<int>& slots, const std::vector<int>& anchors,
     float* x = room(x_, static_cast<size_t>(all) * n);
     for (int r = 0; r < all; ++r) embedding_.row(rows_[r].token, x + static_cast<size_t>(r) * n);
     run_layers(nullptr, [](int) {});
-    finish(all, true, logits, hidden);
-    for (int slot : slots) cache_.at(slot).parents.clear();
+    finish(all, true, logits, hidden);  // and no row is ever pending
 }
 
 void Head::apply(const Linear& linear, const float* x, float* y) {

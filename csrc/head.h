@@ -42,9 +42,10 @@ class Head : public Stack {
     void forward(const std::vector<HeadShare>& shares, const std::vector<int>& wanted, const float* features,
                  const float* owned, float* logits, float* hidden);
 
-    // dflash. Commits rows for `count` features.
+    // dflash. Commits rows for `count` features. Throws as Model::forward.
     void read(int slot, int count, const float* features);
-    // logits: [slots][rows][draft_vocab_size], hidden: [slots][rows][hidden_size]. The slots stay as they are.
+    // logits: [slots][rows][draft_vocab_size], hidden: [slots][rows][hidden_size]. No slot's committed rows
+    // change, and nothing is pending afterwards. Throws as Model::forward.
     void block(const std::vector<int>& slots, const std::vector<int>& anchors, int rows, float* logits, float* hidden);
     // bias: [draft_vocab_size]; state: [markov_rank], becomes the next row's.
     void markov(int before, const float* hidden, float* state, float* bias);

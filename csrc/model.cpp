@@ -48,11 +48,14 @@ void Model::forward(const std::vector<Share>& shares, const std::vector<int>& wa
     if (std::find(taps.begin(), taps.end(), config_.layers) != taps.end()) {
         tap(config_.layers, norm(x, final_norm_, rows).x);
     }
-    if (wanted.empty()) return;
-    gather(wanted);
-    clock_.enter(StageClock::HEAD);
-    multiply_all({head_, nullptr}, norm(x, final_norm_, static_cast<int>(wanted.size())), logits, config_.vocab_size);
-    clock_.enter(StageClock::REST);
+    if (!wanted.empty()) {
+        gather(wanted);
+        clock_.enter(StageClock::HEAD);
+        const Input final = norm(x, final_norm_, static_cast<int>(wanted.size()));
+        multiply_all({head_, nullptr}, final, logits, config_.vocab_size);
+        clock_.enter(StageClock::REST);
+    }
+    pend(shares);
 }
 
 }  // namespace outpace

@@ -12,7 +12,8 @@ class Model : public Stack {
     void ready() override;
     size_t pass_bytes() const override;
     // wanted: rows of the whole pass whose logits go to `logits` [wanted][vocab_size]. tapped: [taps][rows][hidden_size].
-    // Throws std::invalid_argument, Full or std::bad_alloc before anything changes.
+    // Throws std::invalid_argument and Full before anything changes, std::bad_alloc at any time: committed rows stay as
+    // they are, and no row of the pass is pending.
     void forward(const std::vector<Share>& shares, const std::vector<int>& wanted, float* logits,
                  const std::vector<int>& taps, float* tapped);
 

@@ -1,6 +1,7 @@
 #include "stack.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
 
@@ -145,11 +146,11 @@ void Stack::fill(int slot, int length) {
         throw Full(std::to_string(length) + " rows do not fit the " + std::to_string(cache_.positions()) +
                    " positions of a slot");
     }
-    s.parents.clear();
     cache_.reserve(s, length);
+    s.parents.clear();
     const int dims = config_.head_dim;
     pool_.split(length, 64, [&](int begin, int end) {
-        std::vector<float> key(dims), value(dims);
+        std::array<float, MOST_HEAD_DIM> key, value;
         for (int p = begin; p < end; ++p) {
             uint32_t state = static_cast<uint32_t>(p) * 2654435761u + 1;
             const auto uniform = [&] {
@@ -237,24 +238,30 @@ void Stack::check(const std::vector<Share>& shares, const std::vector<int>& want
 }
 
 void Stack::layout(const std::vector<Share>& shares) {
+    for (const Share& share : shares) {
+        Cache::Slot& slot = cache_.at(share.slot);
+        const size_t all = (share.append ? slot.parents.size() : 0) + share.tokens.size();
+        slot.parents.reserve(all);
+        cache_.reserve(slot, static_cast<int>(all));
+    }
     rows_.clear();
     paths_.clear();
     blocks_.assign(shares.size(), {});
-    std::vector<int> depth, path;
+    std::vector<int> parents, depth, path;
     for (size_t s = 0; s < shares.size(); ++s) {
         const Share& share = shares[s];
-        Cache::Slot& slot = cache_.at(share.slot);
-        if (!share.append) slot.parents.clear();
-        const size_t pending = slot.parents.size(), all = pending + share.tokens.size();
-        cache_.reserve(slot, static_cast<int>(all));
+        const Cache::Slot& slot = cache_.at(share.slot);
         for (const auto& block : slot.blocks) blocks_[s].push_back(block.get());
-        slot.parents.insert(slot.parents.end(), share.parents.begin(), share.parents.end());
+        parents.clear();
+        if (share.append) parents = slot.parents;
+        const size_t pending = parents.size();
+        parents.insert(parents.end(), share.parents.begin(), share.parents.end());
         depth.clear();
-        for (size_t i = 0; i < all; ++i) {
-            depth.push_back(slot.parents[i] < 0 ? 0 : depth[slot.parents[i]] + 1);
+        for (size_t i = 0; i < parents.size(); ++i) {
+            depth.push_back(parents[i] < 0 ? 0 : depth[parents[i]] + 1);
             if (i < pending) continue;
             path.assign(depth[i] + 1, 0);
-            for (int at = static_cast<int>(i), d = depth[i]; d >= 0; at = slot.parents[at], --d) path[d] = at;
+            for (int at = static_cast<int>(i), d = depth[i]; d >= 0; at = parents[at], --d) path[d] = at;
             int straight = 0;
             while (straight <= depth[i] && path[straight] == straight) ++straight;
             const int position = slot.length + depth[i];
@@ -262,6 +269,17 @@ void Stack::layout(const std::vector<Share>& shares) {
                              slot.length + straight, static_cast<int>(paths_.size()), position, position});
             for (int d = straight; d <= depth[i]; ++d) paths_.push_back(slot.length + path[d]);
         }
+    }
+    // Nothing throws from here on. Rows that the pass replaces end now: it will write where they lie.
+    for (const Share& share : shares) {
+        if (!share.append) cache_.at(share.slot).parents.clear();
+    }
+}
+
+void Stack::pend(const std::vector<Share>& shares) {
+    for (const Share& share : shares) {  // within what layout reserved: nothing throws
+        std::vector<int>& parents = cache_.at(share.slot).parents;
+        parents.insert(parents.end(), share.parents.begin(), share.parents.end());
     }
 }
 

@@ -119,8 +119,11 @@ class Stack : public Weights {
 
     // Throws std::invalid_argument, Full or std::bad_alloc before anything changes. wanted: ascending rows of the pass.
     void check(const std::vector<Share>& shares, const std::vector<int>& wanted);
-    // rows_ of a pass, whose places in the cache are made writable.
+    // rows_ of a pass, whose places in the cache are made writable. Throws std::bad_alloc before anything changes; then
+    // the pending rows of these slots are gone, but for those that shares append to.
     void layout(const std::vector<Share>& shares);
+    // The rows of the pass that was laid out are pending from here on: called when all of them are computed.
+    void pend(const std::vector<Share>& shares);
     // x_ [rows_][hidden_size] through all layers. first: what the first layer's attention reads in place of the
     // normalised x_, or null. after(i): called when x_ is the output of layer i.
     void run_layers(const Input* first, const std::function<void(int)>& after);

@@ -218,6 +218,27 @@ def test_drafts_beside_a_prompt_that_is_read(monkeypatch: pytest.MonkeyPatch, ch
     assert own_s < (1.3 if chance else 1.15) * plain_s
 
 
+@pytest.mark.parametrize(("draft_s", "chance"), [(0.05, 0.9), (0.05, 0.3), (0.001, 0.9)])
+def test_drafts_while_every_pass_reads(monkeypatch: pytest.MonkeyPatch, draft_s: float, chance: float) -> None:
+    """No pass that only decodes was ever timed: what a draft costs is compared with the passes there are, in seconds
+    (a plain one takes 0.02, so that a draft token of 0.05 never pays)."""
+    machine = Machine(monkeypatch, lambda rows: 0.02 + 1e-4 * rows, draft_s)
+
+    def answers(speculate: bool) -> tuple[int, float]:
+        e = Engine(Decoder(machine.target(), [machine.drafter(chance)], Controller(None, machine.shape())))
+        first = e.submit((1,), SampleOpts.greedy(max_tokens=7000), speculate=speculate)
+        start = machine.now
+        for second in [e.submit([2] * 7900, SampleOpts.greedy(max_tokens=1)) for _ in range(2)]:
+            while not second.finish:
+                e.step()
+        return first.emitted, machine.now - start
+
+    (plain, plain_s), (own, own_s) = answers(False), answers(True)
+    if draft_s < 0.02:
+        assert own > 5 * plain
+    assert own_s < (1.6 if draft_s < 0.02 else 1.1) * plain_s
+
+
 def test_recovers_from_a_slow_first_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch, lambda rows: 1.0 + 0.02 * rows, 0.1)
     machine.slow_drafts = 1
@@ -398,6 +419,21 @@ def test_passes_that_read_a_prompt_say_how_fast_it_is_read() -> None:
     assert costs.passes(50, 50, reading=True) == pytest.approx([0.5 * costs.passes(50, 50)[0]])
     assert costs.passes(100, 100) == [alone]
     assert not costs.knows(100)
+
+
+def test_passes_that_read_are_the_scale_while_no_other_was_measured() -> None:
+    costs = Costs({1: 1.0, 16: 2.0})
+    costs.add_pass(16, 0.4, reading=True)
+    for reading in (False, True):
+        assert costs.passes(1, 1, reading=reading) == pytest.approx([0.2])
+        assert costs.passes(16, 16, reading=reading) == pytest.approx([0.4])
+    costs.add_pass(1, 0.3)  # from here on a better one is known, and nothing yet of how fast prompts are read
+    assert costs.passes(16, 16) == costs.passes(16, 16, reading=True) == pytest.approx([0.6])
+    costs.add_pass(16, 0.3, reading=True)
+    assert costs.passes(16, 16, reading=True) == pytest.approx([0.3])
+    for _ in range(600):  # it was too long ago
+        costs.add_pass(16, 4.0, reading=True)
+    assert costs.passes(1, 1) == costs.passes(1, 1, reading=True) == pytest.approx([2.0])
 
 
 def test_the_shape_is_measured_in_turns_and_never_falls(monkeypatch: pytest.MonkeyPatch) -> None:

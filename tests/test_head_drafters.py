@@ -19,17 +19,18 @@ import test_verify
 from fakes import Branches, FunctionDrafter, TableBackend, TableHead, table_logits
 from heads_files import HEADS, TARGET, TARGET_ARRAYS, d2t, random_head
 from outpace import LanguageModel, Result, SampleOpts, WeightMap
-from outpace.backends.head import HeadBackend
+from outpace.backends.head import HeadBackend, HeadPass, HeadRows
 from outpace.backends.native import NativeBackend
 from outpace.backends.native_head import NativeHead
 from outpace.backends.reference_head import ReferenceHead
 from outpace.controller import Ask, Choice, Controller
 from outpace.decode import Decoder
 from outpace.drafters import BlockDrafter, DraftModelDrafter, HeadDrafter, NgramDrafter, State, SuffixDrafter, Want
+from outpace.drafters.base import Failed, drafts_of
 from outpace.drafters.head import FeatureReader
 from outpace.engine import Engine
 from outpace.sampling import Sampler
-from outpace.types import Draft, NumericalError, UsageError
+from outpace.types import CapacityError, Draft, NumericalError, UsageError
 from test_head_contract import tensors
 
 VOCAB, CONTEXT = 67, 128
@@ -476,7 +477,7 @@ BROKEN: dict[str, Callable[[FeatureReader], None]] = {
     "cannot begin": lambda d: setattr(d.head, "new_slot", _fails),
     "holds too much": lambda d: setattr(d, "begin", lambda state, held: held + 1),
     "begins as if it held all": lambda d: setattr(d, "begin", lambda state, held: held),
-    "cannot absorb": lambda d: setattr(d, "absorb", _fails),
+    "cannot follow": lambda d: setattr(d, "_follow", _fails),
 }
 
 
@@ -499,20 +500,147 @@ def test_a_broken_head_costs_a_warning_and_no_token(kind: str, rule: str) -> Non
     assert not head._held
 
 
+class Unwilling:
+    """A constraint that raises as soon as a draft is looked at."""
+
+    def fork(self) -> Unwilling:
+        return self
+
+    def mask(self, ahead: Sequence[int]) -> None:
+        if ahead:
+            raise ZeroDivisionError("unwilling")
+
+    def cut(self, tokens: Sequence[int]) -> int:
+        return 0
+
+    def advance(self, token: int) -> None:
+        pass
+
+
+GOOD, BAD = (1, 2, 3, 1), (4, *[1, 2, 0] * 8)
+
+
+def partly_broken(kind: str, cause: str) -> Any:
+    """A drafter that has no numbers, or no tokens, for the text BAD alone."""
+    nan = np.full(V, np.nan, np.float32)
+    if kind == "tree":  # GOOD's answer ends before a row sees as many tokens
+        return HeadDrafter(TableHead(lambda path: nan if cause == "nan" and len(path) >= 20 else table(path)))
+    if kind == "block":
+        return BlockDrafter(
+            TableHead(lambda at: nan if cause == "nan" and at[0] >= 20 else table(at, salt=1), **DFLASH)
+        )
+    size = V - 1 if cause == "unknown token" else V
+    return DraftModelDrafter(
+        TableBackend(size, logits=lambda path: nan if cause == "nan" and path[0] == 4 else table_logits(path, size, 3))
+    )
+
+
+@pytest.mark.parametrize("rule", ["match", "rejection", "block"])
+@pytest.mark.parametrize(
+    ("kind", "cause"),
+    [(kind, cause) for kind in ("tree", "block", "model") for cause in ("nan", "constraint")]
+    + [("model", "unknown token")],
+)
+def test_what_fails_for_one_text_leaves_the_others_their_drafts(kind: str, cause: str, rule: str) -> None:
+    def run(prompts: Sequence[tuple[int, ...]], fixed: int | None, speculate: bool = True) -> tuple[Any, list[Result]]:
+        with LanguageModel(TableBackend(V), None, drafters=[partly_broken(kind, cause)], draft_tokens=fixed) as model:
+            some: dict[str, Any] = {"temperature": 1.0, "rule": rule, "max_tokens": 14, "banned_tokens": (4,)}
+            opts = [
+                SampleOpts(**some, seed=i, constraint=Unwilling() if cause == "constraint" and p == BAD else None)
+                for i, p in enumerate(prompts)
+            ]
+            return model, model.generate_many(prompts, opts, speculate=speculate)
+
+    for fixed in (3, None) if rule != "match" else (3,):
+        _, (_, alone) = run([GOOD[:2], GOOD], fixed)
+        with pytest.warns(UserWarning, match="failed and is left out for this request") as caught:
+            model, (bad, good) = run([BAD, GOOD], fixed)
+        assert len(caught) == 1
+        assert (good.token_ids, good.stats.by_source) == (alone.token_ids, alone.stats.by_source)
+        assert good.stats.drafted > 0
+        assert bad.stats.drafted == 0
+        assert bad.token_ids == run([BAD, GOOD], fixed, speculate=False)[1][0].token_ids
+    # A draft that was never made is no guess that was wrong.
+    with pytest.warns(UserWarning, match="left out"):
+        model, _ = run([BAD], 3)
+    name = model.drafters[0].name
+    assert model.engine.decoder.controller.evidence.gains(name, 4) == Controller().evidence.gains(name, 4)
+    assert not model.engine.decoder.controller.costs.timed(name)
+
+
+def test_a_text_that_cannot_be_read_is_alone_in_it() -> None:
+    class Unreadable(TableHead):
+        def forward(self, batch: Sequence[HeadRows]) -> HeadPass:
+            if any(share.tokens.count(4) > 9 for share in batch):  # type: ignore[attr-defined]
+                raise ZeroDivisionError("unreadable")
+            return super().forward(batch)
+
+    def run(*prompts: Sequence[int]) -> list[Result]:
+        head = Unreadable(table, positions=300, rows=300)
+        target = TableBackend(V, positions=300, rows=300, logits=lambda path: np.array([9, 0, 0, 0, 0], np.float32))
+        with LanguageModel(target, None, drafters=[HeadDrafter(head)], draft_tokens=3) as model:
+            return model.generate_many([list(p) for p in prompts], SampleOpts.greedy(max_tokens=9))
+
+    (alone,) = run([1, 2] * 70)
+    with pytest.warns(UserWarning, match="left out for this request: ZeroDivisionError: unreadable") as caught:
+        good, bad = run([1, 2] * 70, [4, 4] * 65)
+    assert len(caught) == 1
+    assert good.stats.by_source == alone.stats.by_source
+    assert good.stats.drafted > 0
+    assert bad.stats.drafted == 0
+
+
+@pytest.mark.parametrize("kind", ["tree", "block", "model"])
+def test_memory_of_idle_texts_is_given_up_for_the_drafts_of_running_ones(kind: str) -> None:
+    """What holds 40 tokens in all drafts for one long text after another, without a word."""
+
+    def limited(backend: Any, *names: str) -> Any:
+        def small(method: Callable[..., Any]) -> Callable[..., Any]:
+            def limited(*args: Any) -> Any:
+                if sum(map(len, backend._held.values())) > 40:
+                    raise CapacityError("out of memory")
+                return method(*args)
+
+            return limited
+
+        for name in names:
+            setattr(backend, name, small(getattr(backend, name)))
+        return backend
+
+    drafter: Any
+    if kind == "model":
+        drafter = DraftModelDrafter(limited(TableBackend(V, salt=3), "forward"))
+    elif kind == "tree":
+        drafter = HeadDrafter(limited(TableHead(table), "forward"))
+    else:
+        drafter = BlockDrafter(limited(TableHead(table, **DFLASH), "read", "block"))
+    model = LanguageModel(TableBackend(V), None, drafters=[drafter], draft_tokens=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for first in (1, 2, 3):
+            assert model.generate([first, 2, 3], max_tokens=25, seed=1).stats.drafted > 0
+    # And what cannot be helped ends drafts for that text alone.
+    with pytest.warns(UserWarning, match="left out for this request: out of memory"):
+        assert len(model.generate([1, 1, 1], max_tokens=60, seed=1).token_ids) == 60
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert model.generate([1, 2, 3], max_tokens=25, seed=1).stats.drafted > 0
+
+
 def test_a_head_is_told_of_a_text_before_it_drafts() -> None:
     drafter = HeadDrafter(TableHead(table))
     stranger = State([1, 2, 3], Sampler(SampleOpts(), V))
     with pytest.raises(UsageError, match="call begin first"):
-        drafter.propose([Want(stranger, 3)])
+        drafts_of(drafter.propose([Want(stranger, 3)]))
     drafter.begin(stranger, 0)
     with pytest.raises(UsageError, match="hidden states of this text are missing"):
-        drafter.propose([Want(stranger, 3)])
+        drafts_of(drafter.propose([Want(stranger, 3)]))
     with pytest.raises(UsageError):  # its slot was given up
-        drafter.propose([Want(stranger, 3)])
+        drafts_of(drafter.propose([Want(stranger, 3)]))
     drafter.forget(stranger)
     broken = HeadDrafter(TableHead(lambda path: np.full(V, np.nan)))
     with pytest.raises(NumericalError, match="no numbers"):
-        broken.propose([Want(text(broken, (1, 2, 3)), 3)])
+        drafts_of(broken.propose([Want(text(broken, (1, 2, 3)), 3)]))
 
 
 def test_one_drafter_reads_hidden_states() -> None:
@@ -555,14 +683,14 @@ def test_hidden_states_are_those_of_the_text_in_the_heads_order(drafts: str) -> 
     seen: dict[int, np.ndarray] = {}
 
     class Watched(BlockDrafter):
-        def _read(self, batch: Sequence[tuple[State, int]]) -> None:
+        def _read(self, batch: Sequence[tuple[State, int]], failed: Failed) -> None:
             for state, _ in batch:
                 start, count = state.features.start, len(state.features)
                 rows = state.features.take(count)
                 seen.update(zip(range(start, start + count), rows, strict=True))
                 state.features.start = start
                 state.features.append(rows)
-            super()._read(batch)
+            super()._read(batch, failed)
 
     def tree(state: State, n: int) -> Draft:
         """A wrong token, and beside it the right one and the next."""

@@ -21,6 +21,7 @@ import outpace.decode
 import outpace.drafters.draft_model
 import outpace.drafters.head
 import outpace.engine
+import outpace.proposing
 import outpace.slots
 import tiny_folder
 from fakes import FunctionDrafter, TableBackend, TableHead, random_drafter, table_logits
@@ -217,6 +218,17 @@ def test_a_broken_drafter_costs_a_warning_and_no_token(kind: str, rule: str) -> 
     assert len(caught) == 1
     # Without drafts the rejection rules draw from the target's rows.
     assert found == answer(language_model(), rule=rule)
+
+
+def test_the_warning_points_out_of_the_package_where_python_can() -> None:
+    def line(**opts: Any) -> tuple[str, int]:
+        with pytest.warns(UserWarning, match="left out") as caught:
+            answer(language_model(FunctionDrafter(_raise)), **opts)
+        return caught[0].filename, caught[0].lineno
+
+    filename, _ = line()
+    assert line(max_tokens=3, rule="block") == line(prompt=[1] * 40)  # the same line from wherever it comes
+    assert filename == (__file__ if sys.version_info >= (3, 12) else outpace.proposing.__file__)
 
 
 def test_a_drafter_that_answers_for_too_few_is_left_out() -> None:

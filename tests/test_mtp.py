@@ -80,9 +80,8 @@ def test_logits_equal_an_independent_restatement(hidden: str) -> None:
     extra = mtp_arrays(config, arrays)
     head = MtpHead.from_loader(config, WeightMap.from_tensors(arrays | extra), hidden=hidden)  # type: ignore[arg-type]
     generator = Qwen3Generator(BACKENDS["reference-f32"](config, arrays))
-    generator.tap = head.tap
     tokens, own = [3, 1, 4, 1, 5, 9, 2, 6], 3
-    states = generator.hidden(tokens[: len(tokens) - own])
+    states = generator.hidden(head.tap, tokens[: len(tokens) - own])
     want = restated_logits(config, arrays, extra, tokens, np.stack(states), own, hidden == "after_norm")
     for running in (Qwen3MtpSpeculator(Qwen3Generator(BACKENDS[k](config, arrays)), head).head for k in EXACT):
         slot = running.new_slot() if running.capacity.slots > 1 else 0
@@ -164,6 +163,51 @@ def test_sampling_keeps_rows_that_tokens_were_drawn_from() -> None:
     assert mtp.propose([1, 2, 3], 4).tokens == proposal.tokens
     assert mtp.propose([1], 2).probs.shape == (2, config.vocab_size)
     assert mtp.propose([1, 2], 0).tokens == []
+
+
+@pytest.mark.parametrize("kind", EXACT)
+def test_heads_that_share_a_generator_have_each_their_own_hidden_states(kind: str) -> None:
+    config, arrays = random_model()
+    extra = mtp_arrays(config, arrays)
+    heads = [
+        MtpHead.from_loader(config, WeightMap.from_tensors(arrays | extra), hidden=hidden)
+        for hidden in ("after_norm", "before_norm")
+    ]
+
+    def want(head: MtpHead, context: list[int]) -> np.ndarray:
+        return Qwen3MtpSpeculator(Qwen3Generator(BACKENDS[kind](config, arrays)), head).propose(context, 3).probs
+
+    shared = Qwen3Generator(BACKENDS[kind](config, arrays))
+    plain = Qwen3Speculator(shared)
+    speculators = []
+    context = [1, 2, 3, 4, 5]
+    for head in heads:
+        plain.verify(context, [6, 7])  # tokens that are read before the head is there
+        speculators.append(Qwen3MtpSpeculator(shared, head))
+        plain.verify([1, 2, 3, 8], [9])  # ... and that the text goes on without
+        np.testing.assert_allclose(speculators[-1].propose(context, 3).probs, want(head, context), atol=1e-6)
+    for length in (3, 5, 4):
+        for speculator, head in zip(speculators, heads, strict=True):
+            found = speculator.propose(context[:length], 3).probs
+            np.testing.assert_allclose(found, want(head, context[:length]), atol=1e-6)
+    passes = shared.passes
+    for speculator in speculators:
+        speculator.propose(context[:4], 3)
+    assert shared.passes == passes  # neither takes what the other needs
+
+
+def test_a_closed_speculator_gives_its_slot_back() -> None:
+    config, arrays = random_model()
+    head = MtpHead.from_loader(config, WeightMap.from_tensors(arrays | mtp_arrays(config, arrays)))
+    generator = Qwen3Generator(BACKENDS["native-f32"](config, arrays))
+    speculator = Qwen3MtpSpeculator(generator, head)
+    speculator.propose([1, 2, 3], 2)
+    speculator.close()
+    with pytest.raises(UsageError):
+        speculator.propose([1, 2, 3], 2)
+    for _ in range(speculator.head.capacity.slots):
+        speculator.head.new_slot()
+    assert Qwen3Speculator(generator).propose([1, 2, 3], 2).tokens
 
 
 def test_a_head_that_does_not_fit_is_refused_by_name() -> None:

@@ -207,7 +207,20 @@ MUTANTS: dict[str, Mutant] = {
     "a full acceptance without bonus emits one more": Mutant(
         "speculator", "return kept if len(kept) == n and not takes_bonus else", "return",
         test_speculator.test_self_speculation_equals_plain_greedy, ("reference-f32", None)),
+    "passes that read say nothing of what a pass takes": Mutant(
+        "costs", "unit = self._unit.value or 1.0", "unit = 1.0",
+        test_controller.test_passes_that_read_are_the_scale_while_no_other_was_measured),
+    "a draft that failed passes for one that ended": Mutant(
+        "drafters.draft_model", "failed[chain.state] if chain.state in failed else chain", "chain",
+        test_head_drafters.test_what_fails_for_one_text_leaves_the_others_their_drafts, ("model", "nan", "rejection")),
     # -- learned heads
+    "what fails for one text fails for all": Mutant(
+        "drafters.head", "            with apart(failed, growth.tree.state):\n", "            if True:\n",
+        test_head_drafters.test_what_fails_for_one_text_leaves_the_others_their_drafts,
+        ("tree", "constraint", "rejection")),
+    "what fails for one text fails for all of its blocks": Mutant(
+        "drafters.block", "            with apart(failed, chain.state):\n", "            if True:\n",
+        test_head_drafters.test_what_fails_for_one_text_leaves_the_others_their_drafts, ("block", "nan", "rejection")),
     "candidates are the most probable tokens, whatever the noise": Mutant(
         "sampling", "pace = pace / exponentials(self.noise.key(Stream.TOKEN, place), tokens)", "pass",
         test_sampling.test_native_candidates_are_the_references, ({"temperature": 1.0}, None)),

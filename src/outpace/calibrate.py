@@ -20,7 +20,7 @@ import numpy as np
 
 from .api import LanguageModel
 from .drafters import BlockDrafter, HeadDrafter
-from .drafters.base import State, Want
+from .drafters.base import State, Want, drafts_of
 from .heads.config import HeadConfig
 from .heads.loading import load_head
 from .json_file import write_json
@@ -161,7 +161,7 @@ def _tokens_per_round(drafter: HeadDrafter | BlockDrafter, texts: Sequence[_Text
         state.features.start = drafter.begin(state, 0)
         state.features.append(features[: text.prompt])
         for at in range(text.prompt + 1, len(text.tokens)):
-            (draft,) = drafter.propose([Want(state, CHAIN)])
+            (draft,) = drafts_of(drafter.propose([Want(state, CHAIN)]))
             kept += len(draft.follow(text.tokens[at : at + CHAIN]))
             places += 1
             state.tokens.append(text.tokens[at])

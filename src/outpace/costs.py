@@ -114,6 +114,7 @@ class Costs:
         self._ratios: dict[int, float] = {}
         self._passes: dict[int, Timing] = {}
         self._reading = Timing()  # of passes that read a prompt, too: times of what their rows would cost
+        self._unit = Timing()  # seconds of one row by the same passes: the scale while no other pass was measured
         self._drafts: dict[str, _DraftCost] = {}
         self._now = 0  # passes so far
 
@@ -123,8 +124,10 @@ class Costs:
         self._now += 1
         if not reading:
             self._passes.setdefault(rows, Timing()).add(seconds, self._now)
-        elif self._passes:
+            return
+        if self._fresh():
             self._reading.add(seconds / self.passes(rows, rows)[0], self._now)
+        self._unit.add(seconds / self._ratio(rows), self._now)
 
     def add_draft(
         self, source: str, tokens: int, seconds: float, *, depth: int = 0, requests: int = 1, behind: bool = False
@@ -161,15 +164,15 @@ class Costs:
 
     def passes(self, first: int, last: int, *, reading: bool = False) -> list[float]:
         """Seconds of passes of first .. last rows: measured, interpolated, or the nearest measured one scaled by the
-        shape. In units of a one-row pass while nothing was measured. reading: they read a prompt, too."""
+        shape; while none was measured the shape, scaled by passes that read. In units of a one-row pass before the very
+        first. reading: they read a prompt, too."""
+        known = self._fresh()
+        if not known:
+            unit = self._unit.value or 1.0
+            return [unit * self._ratio(rows) for rows in range(first, last + 1)]
         if reading:
             factor = self._reading.value or 1.0
             return [factor * seconds for seconds in self.passes(first, last)]
-        # What was measured long ago may have been a busy minute: the shape, scaled by a fresh pass, is better.
-        fresh = (item for item in self._passes.items() if self._now - item[1].when < _STALE)
-        known = sorted((rows, timing.value) for rows, timing in fresh)
-        if not known:
-            return [self._ratio(rows) for rows in range(first, last + 1)]
         costs, at = [], 0
         for rows in range(first, last + 1):
             while at < len(known) and known[at][0] < rows:
@@ -186,6 +189,12 @@ class Costs:
                 part = (rows - sides[0][0]) / (sides[1][0] - sides[0][0])
                 costs.append((1 - part) * guesses[0] + part * guesses[1])
         return costs
+
+    def _fresh(self) -> list[tuple[int, float]]:
+        """Measured passes by their rows. What was measured long ago may have been a busy minute: the shape, scaled by a
+        fresh pass, is better."""
+        fresh = (item for item in self._passes.items() if self._now - item[1].when < _STALE)
+        return sorted((rows, timing.value) for rows, timing in fresh)
 
     def _ratio(self, rows: int) -> float:
         """T(rows) / T(1) by the shape, or by the prior."""

@@ -256,10 +256,11 @@ class Decoder:
         full = [r for r in requests if self._feature_taps(r) and len(r.state.features) >= _FEATURES_HELD]
         if self.reader is None or not full:
             return
-        try:
-            self.reader.absorb([request.state for request in full])
-        except Exception as error:  # whatever a drafter does, it must not cost the answer
-            leave_out(self.reader.name, full, error)
+        for request in full:  # one by one: each fills a pass nearly, and one that fails is alone in it
+            try:
+                self.reader.absorb([request.state])
+            except Exception as error:  # whatever a drafter does, it must not cost the answer
+                leave_out(self.reader.name, [request], error)
 
     def _propose(self, shares: Sequence[_Share]) -> None:
         """Fills in the proposals of the shares that decode."""

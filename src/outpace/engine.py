@@ -16,7 +16,7 @@ from dataclasses import replace
 from .decode import Decoder, Request, TextSink
 from .sampling import Sampler
 from .slots import SlotPool
-from .types import CapacityError, ContextError, SampleOpts, UsageError, token_ids
+from .types import ContextError, SampleOpts, UsageError, token_ids
 
 
 class Engine:
@@ -110,13 +110,7 @@ class Engine:
 
     def _round(self, active: list[Request]) -> None:
         try:
-            try:
-                self.decoder.round(active)
-            except CapacityError:
-                # Texts that may never be continued must not stand in the way of one that runs.
-                if not self._slots.clear():
-                    raise
-                self.decoder.round(active)
+            self._slots.with_room(lambda: self.decoder.round(active))
         except BaseException:
             # Interrupted anywhere in the round (Ctrl-C): nobody knows how far it went, so none of its requests goes on.
             for request in active:

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import itertools
 import operator
+import os
+import sys
 import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Protocol
 
 from .controller import Ask, Choice, Controller, Offer
-from .drafters.base import Drafter, State, Want
+from .drafters.base import Drafter, State, Want, drafts_of
 from .evidence import Evidence
 from .types import Constraint, Draft, OutpaceError, SampleOpts, UsageError
 
@@ -96,8 +99,9 @@ class Proposer:
             if drafter.free:
                 drafts = self._draft(drafter, [(requests[i], Want(requests[i].state, asks[i].most)) for i in able])
                 for i, draft in zip(able, drafts, strict=True):
-                    proposals[i].offered.append(draft)
-                    asks[i].offers.append(_made(draft, asks[i].evidence, main))
+                    if draft is not None:
+                        proposals[i].offered.append(draft)
+                        asks[i].offers.append(_made(draft, asks[i].evidence, main))
             else:
                 for i in able:
                     gains = asks[i].evidence.gains(drafter.name, asks[i].most)
@@ -117,14 +121,16 @@ class Proposer:
             # A source that did not draft in the last round has first to read what came since.
             behind = any(requests[i].drafted_by != drafter.name for i in chosen)
             start = time.perf_counter()
-            drafts = self._draft(drafter, wanted)
+            found = self._draft(drafter, wanted)
             seconds = time.perf_counter() - start
-            tokens = max(1, sum(map(len, drafts)))  # a draft that came to nothing took its time, too
-            depth = max(1, *(max(draft.depths(), default=0) for draft in drafts))
-            self._controller.costs.add_draft(
-                drafter.name, tokens, seconds, depth=depth, requests=len(chosen), behind=behind
-            )
-            for i, draft in zip(chosen, drafts, strict=True):
+            drafts = {i: draft for i, draft in zip(chosen, found, strict=True) if draft is not None}
+            if len(drafts) == len(chosen):  # of drafts that failed neither their time nor their tokens say anything
+                tokens = max(1, sum(map(len, drafts.values())))  # a draft that came to nothing took its time, too
+                depth = max(1, *(max(draft.depths(), default=0) for draft in drafts.values()))
+                self._controller.costs.add_draft(
+                    drafter.name, tokens, seconds, depth=depth, requests=len(chosen), behind=behind
+                )
+            for i, draft in drafts.items():
                 made[i] = _made(draft, requests[i].evidence)
                 proposals[i].made, proposals[i].asked = draft, choices[i].length
                 if draft.confidence is not None:
@@ -134,26 +140,27 @@ class Proposer:
             request.drafted_by = choice.asks
         return made
 
-    def _draft(self, drafter: Drafter, wanted: Sequence[tuple[Drafting, Want]]) -> list[Draft]:
-        """What the drafter proposes, checked. One that fails is left out from here on for these requests."""
+    def _draft(self, drafter: Drafter, wanted: Sequence[tuple[Drafting, Want]]) -> list[Draft | None]:
+        """What the drafter proposes, checked. Where it fails (None) it is left out from here on for that request; for
+        all of them where it fails as a whole."""
         name = drafter.name
-        none = Draft(source=name)
         try:
-            drafts = list(drafter.propose([want for _, want in wanted]))
-            if len(drafts) != len(wanted):
-                raise UsageError(f"it made {len(drafts)} drafts where {len(wanted)} were wanted")
+            proposed = list(drafter.propose([want for _, want in wanted]))
+            if len(proposed) != len(wanted):
+                raise UsageError(f"it made {len(proposed)} drafts where {len(wanted)} were wanted")
         except Exception as error:
             leave_out(name, [request for request, _ in wanted], error)
-            return [none] * len(wanted)
+            return [None] * len(wanted)
+        drafts: list[Draft | None] = [None] * len(wanted)
         for i, (request, want) in enumerate(wanted):
             try:
-                draft = drafts[i].cut(max(want.most, want.stretch)).checked(self._vocab_size)
+                (draft,) = drafts_of(proposed[i : i + 1])
+                draft = draft.cut(max(want.most, want.stretch)).checked(self._vocab_size)
                 if draft.parents is not None and request.opts.rule == "block" and request.evidence.steady:
                     raise UsageError("block verification is defined for chains, and it drafted a tree")
                 drafts[i] = replace(draft, source=name)
             except Exception as error:
                 leave_out(name, [request], error)
-                drafts[i] = none
         return drafts
 
 
@@ -162,7 +169,11 @@ def leave_out(name: str, requests: Sequence[Drafting], error: Exception) -> None
     for request in requests:
         request.without.add(name)
     why = str(error) if isinstance(error, OutpaceError) else f"{type(error).__name__}: {error}"
-    warnings.warn(f"drafter {name} failed and is left out for this request: {why}", stacklevel=8)
+    message = f"drafter {name} failed and is left out for this request: {why}"
+    if sys.version_info >= (3, 12):  # it points to the caller's line, however deep in here it happened
+        warnings.warn(message, skip_file_prefixes=(f"{Path(__file__).parent}{os.sep}",), stacklevel=2)
+    else:  # ... or to the line that left the drafter out
+        warnings.warn(message, stacklevel=2)
 
 
 def _made(draft: Draft, evidence: Evidence, main: bool = True) -> Offer:

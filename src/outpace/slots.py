@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
+from typing import TypeVar
 
 from .backends.base import Backend
 from .backends.head import HeadBackend
 from .types import CapacityError, RewindError, UsageError
+
+T = TypeVar("T")
 
 
 class SlotPool:
@@ -92,6 +95,16 @@ class SlotPool:
             self._free(next(iter(self._idle)))
         self._free_leaving()
         return found
+
+    def with_room(self, work: Callable[[], T]) -> T:
+        """What `work` gives, which changes nothing when it raises CapacityError: it is then done once more without the
+        idle slots. Texts that may never be continued must not stand in the way of one that runs."""
+        try:
+            return work()
+        except CapacityError:
+            if not self.clear():
+                raise
+        return work()
 
     def _free(self, slot: int) -> None:
         self._leaving.add(slot)

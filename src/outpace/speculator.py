@@ -72,13 +72,12 @@ class Qwen3Generator:
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
-        self.tap: int | None = None  # hidden state to keep for a head, as backends/base.py counts them
         self.rows_computed = 0
         self.passes = 0
         self._slot = backend.new_slot()
         self._tokens: list[int] = []  # committed
         self._pending: list[int] = []  # appended by the last pass, not settled yet
-        self._hidden: list[F32] = []  # the tapped state of each token held, where a tap is set
+        self._hidden: dict[int, list[F32]] = {}  # tap that a head reads -> that state of each token held
         self._logits: F32 | None = None  # after the last token of the sequence
 
     @classmethod
@@ -150,15 +149,18 @@ class Qwen3Generator:
             raise UsageError("no sequence yet: call prefill first")
         return [*self._tokens, *self._pending]
 
-    def hidden(self, context: Sequence[int]) -> list[F32]:
-        """The tapped hidden state of every token of the context but the last, read now where it is not held."""
-        held = [*self._tokens, *self._pending]
-        if len(self._hidden) < len(held):  # the tap was set after these were read
-            self.backend.truncate(self._slot, 0)
-            self._tokens, self._pending, held = [], [], []
+    def keep(self, tap: int) -> None:
+        """From here on keeps this hidden state of every token read, as backends/base.py counts them."""
+        self._hidden.setdefault(tap, [])
+
+    def hidden(self, tap: int, context: Sequence[int]) -> list[F32]:
+        """A hidden state of every token of the context but the last, read now where it is not held."""
+        self.keep(tap)
+        states = self._hidden[tap]
+        held = [*self._tokens, *self._pending][: len(states)]  # none, where all was read before it was kept
         if common_prefix(held, context[:-1]) < len(context) - 1:
             self.read(context[:-1], [], 1)
-        return self._hidden[: len(context) - 1]
+        return states[: len(context) - 1]
 
     def read(self, context: Sequence[int], ahead: Sequence[int], rows: int, *, agreed: int = 0) -> F32:
         """Makes the model read context and `ahead`, recomputing only what its cache does not hold.
@@ -172,14 +174,15 @@ class Qwen3Generator:
         if len(sequence) > self.backend.capacity.positions:
             raise CapacityError(f"{len(sequence)} tokens do not fit the context of {self.backend.capacity.positions}")
         held = [*self._tokens, *self._pending]
-        most = len(sequence) - rows
-        keep = min(common_prefix(held, sequence, min(agreed, most, len(held))), most)
+        most = min(len(sequence) - rows, *map(len, self._hidden.values()), len(held))
+        keep = min(common_prefix(held, sequence, min(agreed, most)), most)
         if keep < len(self._tokens):
             self.backend.truncate(self._slot, keep)
         else:
             self.backend.commit(self._slot, range(keep - len(self._tokens)))
         self._tokens, self._pending = held[:keep], []
-        del self._hidden[keep:]
+        for states in self._hidden.values():
+            del states[keep:]
         while len(sequence) - len(self._tokens) > self.backend.capacity.rows:
             chunk = sequence[len(self._tokens) :][: self.backend.capacity.rows - rows]
             self._forward(chunk, 0)
@@ -194,9 +197,9 @@ class Qwen3Generator:
         self.passes += 1
         self.rows_computed += len(tokens)
         share = Rows(self._slot, tokens, logits=range(len(tokens) - rows, len(tokens)))
-        result = self.backend.forward([share], () if self.tap is None else (self.tap,))
-        if self.tap is not None:
-            self._hidden.extend(result.taps[self.tap])
+        result = self.backend.forward([share], tuple(self._hidden))
+        for tap, states in self._hidden.items():
+            states.extend(result.taps[tap])
         return result.logits
 
 
@@ -286,7 +289,8 @@ class Qwen3MtpSpeculator(Qwen3Speculator):
             )
         self.head = run_head(generator.backend, head.config, head.own, lambda: head.shared)
         self.head_steps = 0
-        generator.tap = head.tap
+        self.tap = head.tap
+        generator.keep(self.tap)
         self._read: list[int] = []  # the head's slot holds rows for all of these but the last
         self._slot = self.head.new_slot()
 
@@ -294,7 +298,7 @@ class Qwen3MtpSpeculator(Qwen3Speculator):
         """n tokens by the head. With a context of one token there is no hidden state yet: the model proposes."""
         if n <= 0 or len(context) < 2:
             return super().propose(context, n)
-        hidden = self.generator.hidden(context)
+        hidden = self.generator.hidden(self.tap, context)
         # At least the last row is computed again: its logits are the first draft.
         keep = min(max(0, common_prefix(self._read, context) - 1), len(hidden) - 1)
         self.head.truncate(self._slot, keep)
@@ -315,6 +319,10 @@ class Qwen3MtpSpeculator(Qwen3Speculator):
             if len(tokens) == n:
                 return DraftProposal(tokens, self._stack(rows), drawn=self._sampling)
             found = self._pass([token], found.hidden[-1:], own=True, append=len(tokens) > 1)
+
+    def close(self) -> None:
+        """Frees the head's slot, not the generator. The speculator cannot propose afterwards."""
+        self.head.free_slot(self._slot)
 
     def _pass(self, tokens: Sequence[int], states: F32, *, own: bool = False, append: bool = False) -> HeadPass:
         """One pass of the head; its last row's logits and hidden state."""

@@ -24,7 +24,7 @@ from ..backends.native import NativeBackend
 from ..backends.native_head import NativeHead
 from ..costs import measure_shape
 from ..drafters import HeadDrafter
-from ..drafters.base import Want
+from ..drafters.base import Want, drafts_of
 from ..heads.config import HeadConfig, head_tensors
 from ..models.quantise import Precision
 from ..types import Draft, OutpaceError, SampleOpts, UsageError
@@ -122,8 +122,8 @@ class ScriptedDrafter(HeadDrafter):
         self._truth, self._start, self._chance = truth, start, chance
         self._rng = random.Random(seed)
 
-    def propose(self, wanted: Sequence[Want]) -> list[Draft]:
-        drafts = super().propose([Want(want.state, want.most) for want in wanted])
+    def propose(self, wanted: Sequence[Want]) -> list[Draft | Exception]:
+        drafts = drafts_of(super().propose([Want(want.state, want.most) for want in wanted]))
         return [self._scripted(want, len(draft)) for want, draft in zip(wanted, drafts, strict=True)]
 
     def _scripted(self, want: Want, n: int) -> Draft:

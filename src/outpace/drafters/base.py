@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -89,9 +90,13 @@ class Drafter(Protocol):
     name: str
     free: bool  # a draft costs next to nothing (a look-up): it is made first and judged then
 
-    def propose(self, wanted: Sequence[Want]) -> list[Draft]:
+    def propose(self, wanted: Sequence[Want]) -> Sequence[Draft | Exception]:
         """For each at most `most` (`stretch`) tokens that may follow state.tokens; fewer, or none, where nothing is
-        known."""
+        known.
+
+        What goes wrong with one text alone, such as a constraint that raises, is given back in the place of its draft:
+        the others must have the drafts that they would have without it. What is raised concerns all of them.
+        """
 
     def forget(self, state: State) -> None:
         """The request has ended."""
@@ -114,4 +119,27 @@ class FeatureDrafter(Drafter, Protocol):
         drafter can do without the features of, `held` at most: the target reads the others again."""
 
     def absorb(self, states: Sequence[State]) -> None:
-        """Takes what these requests' features hold, so that they do not pile up."""
+        """Takes what these requests' features hold, so that they do not pile up. What is raised concerns all of
+        them."""
+
+
+Failed = dict[State, Exception]  # what went wrong with single texts
+
+
+@contextmanager
+def apart(failed: Failed, state: State) -> Iterator[None]:
+    """What goes wrong in here is this text's matter alone: it is noted, and the others go on."""
+    try:
+        yield
+    except Exception as error:
+        failed[state] = error
+
+
+def drafts_of(proposed: Sequence[Draft | Exception]) -> list[Draft]:
+    """The drafts, where all are wanted. Raises the first text's error otherwise."""
+    drafts = []
+    for each in proposed:
+        if isinstance(each, Exception):
+            raise each
+        drafts.append(each)
+    return drafts

@@ -8,11 +8,12 @@ head adds what the token before says. Sources: arXiv 2602.06036 and heads/config
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
-from ..types import F32, Draft, NumericalError, UsageError
-from .base import State, Want
+from ..types import F32, Draft, NumericalError
+from .base import Failed, State, Want, apart
 from .chain import Chain
 from .head import FeatureReader
 
@@ -20,20 +21,23 @@ from .head import FeatureReader
 class BlockDrafter(FeatureReader):
     """Drafts a chain with a dflash head: one pass for all requests."""
 
-    def propose(self, wanted: Sequence[Want]) -> list[Draft]:
+    def propose(self, wanted: Sequence[Want]) -> list[Draft | Exception]:
         chains = [Chain(want, self._room(want)) for want in wanted]
-        active = [chain for chain in chains if chain.goes_on]
-        states = [chain.state for chain in active]
-        self.absorb(states)
-        with self._or_drop(states):
+        active = {chain.state: chain for chain in chains if chain.goes_on}
+        failed: Failed = {}
+        with self._or_drop(list(active), failed):
+            self._follow(list(active), failed)
             by_rows: dict[int, list[Chain]] = {}
-            for chain in active:
-                by_rows.setdefault(self._rows(chain.state), []).append(chain)
+            for state, chain in active.items():
+                if state not in failed:
+                    with apart(failed, state):
+                        self._check_read(state)
+                        by_rows.setdefault(self._rows(state), []).append(chain)
             for rows, group in by_rows.items():
                 at_once = max(1, self.head.capacity.rows // rows)
                 for i in range(0, len(group), at_once):
-                    self._blocks(group[i : i + at_once], rows)
-        return [chain.draft(self.name) for chain in chains]
+                    self._blocks(group[i : i + at_once], rows, failed)
+        return [failed[chain.state] if chain.state in failed else chain.draft(self.name) for chain in chains]
 
     @property
     def _skip(self) -> int:
@@ -47,20 +51,21 @@ class BlockDrafter(FeatureReader):
     def _room(self, want: Want) -> int:
         return max(0, min(super()._room(want), self._rows(want.state) - self._skip))
 
-    def _read(self, batch: Sequence[tuple[State, int]]) -> None:
-        for state, n in batch:
-            self.head.read(self._slot(state).slot, state.features.take(n))
+    def _read(self, batch: Sequence[tuple[State, int]], failed: Failed) -> None:
+        for state, n in batch:  # each in a pass of its own
+            with apart(failed, state):
+                slot, features = self._slot(state).slot, state.features.take(n)
+                self._pool.with_room(partial(self.head.read, slot, features))
 
-    def _blocks(self, chains: Sequence[Chain], rows: int) -> None:
+    def _blocks(self, chains: Sequence[Chain], rows: int, failed: Failed) -> None:
         """One pass; each chain gets its guesses."""
         slots = [self._slot(chain.state).slot for chain in chains]
-        for chain, slot in zip(chains, slots, strict=True):
-            if self.head.length(slot) < len(chain.state.tokens) - 1:
-                raise UsageError("hidden states of this text are missing")
-        result = self.head.block(slots, [chain.state.tokens[-1] for chain in chains], rows)
+        anchors = [chain.state.tokens[-1] for chain in chains]
+        result = self._pool.with_room(lambda: self.head.block(slots, anchors, rows))
         for i, chain in enumerate(chains):
             own = slice(i * rows, (i + 1) * rows)
-            self._guess(chain, result.logits[own], result.hidden[own])
+            with apart(failed, chain.state):
+                self._guess(chain, result.logits[own], result.hidden[own])
 
     def _guess(self, chain: Chain, logits: F32, hidden: F32) -> None:
         """Draws the chain's tokens from a block's rows."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
 from ..backends.base import Backend, Rows
 from ..slots import SlotPool, common_prefix
-from ..types import F32, Draft
-from .base import State, Want
+from ..types import F32, Draft, UsageError
+from .base import Failed, State, Want, apart
 from .chain import Chain
 
 
@@ -39,24 +40,33 @@ class DraftModelDrafter:
         self._pool = SlotPool(model)
         self._cached: dict[State, _Cached] = {}
 
-    def propose(self, wanted: Sequence[Want]) -> list[Draft]:
+    def propose(self, wanted: Sequence[Want]) -> list[Draft | Exception]:
         chains = [Chain(want, self._room(want)) for want in wanted]
-        active = [chain for chain in chains if chain.room > 0]
-        pending = {chain.state: self._sync(chain.state) for chain in active}
+        pending: dict[State, list[int]] = {}
+        failed: Failed = {}
+        for chain in chains:
+            if chain.goes_on:
+                with apart(failed, chain.state):
+                    pending[chain.state] = self._sync(chain.state)
+        active = [chain for chain in chains if chain.state in pending]
         while active:
             logits = self._advance([(chain.state, pending[chain.state]) for chain in active])
             for chain, row in zip(active, logits, strict=True):
-                chain.extend(_fit(row, chain.state.sampler.vocab_size))
-            active = [chain for chain in active if chain.goes_on]
+                with apart(failed, chain.state):
+                    chain.extend(_fit(row, chain.state.sampler.vocab_size))
+            active = [chain for chain in active if chain.goes_on and chain.state not in failed]
             pending = {chain.state: chain.tokens[-1:] for chain in active}
-        return [chain.draft(self.name) for chain in chains]
+        return [failed[chain.state] if chain.state in failed else chain.draft(self.name) for chain in chains]
 
     def _room(self, want: Want) -> int:
         """Draft tokens that still fit the draft model's context (the last one is never fed to it)."""
         return max(0, min(max(want.most, want.stretch), self.model.capacity.positions - len(want.state.tokens) + 1))
 
     def _sync(self, state: State) -> list[int]:
-        """Cuts the slot back to the common prefix with the request's text; returns the tokens it still has to read."""
+        """Cuts the slot back to the common prefix with the request's text; returns the tokens it still has to read.
+
+        Raises UsageError for a text that the draft model has no token for.
+        """
         cached = self._cached.get(state)
         if cached is None:
             slot, held = self._pool.open(state, state.tokens[:-1])
@@ -68,7 +78,10 @@ class DraftModelDrafter:
             self.model.truncate(cached.slot, same)
         del cached.tokens[same:]
         cached.agreed = same
-        return state.tokens[same:]
+        unread = state.tokens[same:]
+        if max(unread) >= self.model.config.vocab_size:
+            raise UsageError(f"it has no token {max(unread)}: its vocabulary holds {self.model.config.vocab_size}")
+        return unread
 
     def _advance(self, work: Sequence[tuple[State, list[int]]]) -> list[F32]:
         """Reads each request's pending tokens (a prompt in as many passes as it takes); the last row's logits each."""
@@ -86,7 +99,7 @@ class DraftModelDrafter:
                 slot = self._cached[work[i][0]].slot
                 batch.append(Rows(slot, chunk, logits=[len(chunk) - 1] if done else []))
                 chunks.append((i, chunk, done))
-            logits = iter(self.model.forward(batch).logits)
+            logits = iter(self._pool.with_room(partial(self.model.forward, batch)).logits)
             for i, chunk, done in chunks:
                 cached = self._cached[work[i][0]]
                 self.model.commit(cached.slot, range(len(chunk)))

@@ -8,16 +8,17 @@ them guesses the token that comes next: reading on and the first guess are one p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
 from ..backends.head import HeadBackend, HeadPass, HeadRows
 from ..slots import SlotPool
 from ..types import F32, Draft, NumericalError, UsageError
-from .base import State, Want
+from .base import Failed, State, Want, apart
 from .tree import ROOT, Tree
 
 _READ_ROWS = 256  # of a pass that catches up
@@ -45,17 +46,27 @@ class FeatureReader:
         return rows
 
     def absorb(self, states: Sequence[State]) -> None:
-        with self._or_drop(states):
-            while True:
-                budget, batch = min(_READ_ROWS, self.head.capacity.rows), []
-                for state in states:
-                    n = min(budget, self._readable(state))
-                    if n > 0:
-                        budget -= n
-                        batch.append((state, n))
-                if not batch:
-                    return
-                self._read(batch)
+        failed: Failed = {}
+        with self._or_drop(states, failed):
+            self._follow(states, failed)
+        for error in failed.values():
+            raise error
+
+    def _follow(self, states: Sequence[State], failed: Failed) -> None:
+        """Reads what there is to read of these texts."""
+        while True:
+            budget, batch = min(_READ_ROWS, self.head.capacity.rows), []
+            for state in states:
+                n = 0
+                if state not in failed:
+                    with apart(failed, state):
+                        n = min(budget, self._readable(state))
+                if n > 0:
+                    budget -= n
+                    batch.append((state, n))
+            if not batch:
+                return
+            self._read(batch, failed)
 
     def _readable(self, state: State) -> int:
         """Features that can be read now: of tokens whose next one is known, as far as the head's slot reaches."""
@@ -66,7 +77,7 @@ class FeatureReader:
             raise UsageError(f"{self.name} was not told of this text before its hidden states came: call begin first")
         return min(len(features), len(state.tokens) - 1 - features.start, positions - features.start)
 
-    def _read(self, batch: Sequence[tuple[State, int]]) -> None:
+    def _read(self, batch: Sequence[tuple[State, int]], failed: Failed) -> None:
         """Takes so many features of each text into its slot."""
         raise NotImplementedError
 
@@ -74,6 +85,11 @@ class FeatureReader:
         if state not in self._held:
             raise UsageError(f"{self.name} does not know this text: call begin first")
         return self._held[state]
+
+    def _check_read(self, state: State) -> None:
+        """Raises UsageError unless all tokens before the last one were read."""
+        if self.head.length(self._slot(state).slot) < len(state.tokens) - 1:
+            raise UsageError("hidden states of this text are missing")
 
     def _room(self, want: Want) -> int:
         """Most tokens of the draft: none where the head's slot does not reach to the text's end."""
@@ -96,15 +112,20 @@ class FeatureReader:
         return self._spread
 
     @contextmanager
-    def _or_drop(self, states: Sequence[State]) -> Iterator[None]:
-        """Whatever fails or interrupts: nobody knows then what these texts' slots hold."""
+    def _or_drop(self, states: Sequence[State], failed: Failed) -> Iterator[None]:
+        """Gives up the slots of texts that failed in here; of all of them, whatever fails or interrupts: nobody knows
+        then what they hold."""
         try:
             yield
         except BaseException:
-            for state in states:
-                self._held.pop(state, None)
-                self._pool.drop(state)
+            self._drop(states)
             raise
+        self._drop(failed)
+
+    def _drop(self, states: Iterable[State]) -> None:
+        for state in states:
+            self._held.pop(state, None)
+            self._pool.drop(state)
 
     def forget(self, state: State) -> None:
         if state in self._held:
@@ -144,18 +165,22 @@ class _Growth:
 class HeadDrafter(FeatureReader):
     """Drafts with an mtp or eagle3 head: a pass for each level of the draft, for all requests together."""
 
-    def propose(self, wanted: Sequence[Want]) -> list[Draft]:
+    def propose(self, wanted: Sequence[Want]) -> list[Draft | Exception]:
         trees = [Tree(want, self._room(want), self.head.d2t, self._of_target) for want in wanted]
-        growing = [tree for tree in trees if tree.frontier]
-        states = [tree.state for tree in growing]
-        self.absorb(states)
-        with self._or_drop(states):
-            work = [self._planted(tree) for tree in growing]
-            while work := [growth for growth in work if growth.tree.frontier]:
-                self._level(work)
-        return [tree.draft(self.name) for tree in trees]
+        growing = {tree.state: tree for tree in trees if tree.frontier}
+        failed: Failed = {}
+        with self._or_drop(list(growing), failed):
+            self._follow(list(growing), failed)
+            work = []
+            for state, tree in growing.items():
+                if state not in failed:
+                    with apart(failed, state):
+                        work.append(self._planted(tree))
+            while work := [each for each in work if each.tree.frontier and each.tree.state not in failed]:
+                self._level(work, failed)
+        return [failed[tree.state] if tree.state in failed else tree.draft(self.name) for tree in trees]
 
-    def _read(self, batch: Sequence[tuple[State, int]]) -> None:
+    def _read(self, batch: Sequence[tuple[State, int]], failed: Failed) -> None:
         shares, newest = [], []
         for state, n in batch:
             start, held = state.features.start, self._slot(state)
@@ -163,7 +188,7 @@ class HeadDrafter(FeatureReader):
             last = start + 1 + n == len(state.tokens)  # what follows the text is guessed by no other row
             newest += [held] if last else []
             shares.append(HeadRows(held.slot, tokens, state.features.take(n), logits=[n - 1] if last else []))
-        result = self.head.forward(shares)
+        result = self._pool.with_room(lambda: self.head.forward(shares))
         for share in shares:
             self.head.commit(share.slot, range(len(share.tokens)))
         for held, logits, hidden in zip(newest, result.logits, result.hidden, strict=True):
@@ -171,15 +196,14 @@ class HeadDrafter(FeatureReader):
 
     def _planted(self, tree: Tree) -> _Growth:
         """The tree with the tokens that the text's newest row guesses."""
+        self._check_read(tree.state)
         held = self._slot(tree.state)
-        if self.head.length(held.slot) < len(tree.state.tokens) - 1:
-            raise UsageError("hidden states of this text are missing")
         growth = _Growth(tree, held.slot, {ROOT: -1}, {ROOT: held.hidden})
         tree.grow([self._checked(held.logits)])
         self._fit(growth)
         return growth
 
-    def _level(self, work: Sequence[_Growth]) -> None:
+    def _level(self, work: Sequence[_Growth], failed: Failed) -> None:
         """Reads the frontiers of all trees, and gives their nodes the tokens that they guess."""
         shares = []
         for growth in work:
@@ -199,8 +223,9 @@ class HeadDrafter(FeatureReader):
             for node, hidden in zip(growth.tree.frontier, result.hidden[at:end], strict=True):
                 growth.rows[node] = len(growth.rows) - 1
                 growth.hidden[node] = hidden
-            growth.tree.grow(self._checked(row) for row in result.logits[at:end])
-            self._fit(growth)
+            with apart(failed, growth.tree.state):
+                growth.tree.grow(self._checked(row) for row in result.logits[at:end])
+                self._fit(growth)
             at = end
 
     def _fit(self, growth: _Growth) -> None:
@@ -216,7 +241,7 @@ class HeadDrafter(FeatureReader):
             if sum(len(each.tokens) for each in [*passes[-1], share]) > self.head.capacity.rows:
                 passes.append([])
             passes[-1].append(share)
-        results = [self.head.forward(batch) for batch in passes]
+        results = [self._pool.with_room(partial(self.head.forward, batch)) for batch in passes]
         if len(results) == 1:
             return results[0]
         logits, hidden = ([getattr(result, part) for result in results] for part in ("logits", "hidden"))
