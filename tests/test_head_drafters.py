@@ -376,7 +376,7 @@ def test_a_block_is_drawn_with_the_markov_head_and_ends_where_its_own_confidence
         (draft,) = drafter.propose([Want(state, 2, 3, 0.5)])
         assert (draft.tokens, draft.confidence) == (tuple(tokens[:3]), (0.9,) * 3)
         head.sure = lambda before: 0.4
-        assert len(drafter.propose([Want(state, 2, 3, 0.5)])[0]) == 1
+        assert max(drafter.propose([Want(state, 2, 3, 0.5)])[0].depths()) == 1
         assert drafter.propose([Want(text(drafter, (1, 2, 3)), 2), Want(state, 2)])[0].tokens == tuple(tokens[:2])
 
     def nobody_asks(before: int) -> float:
@@ -392,6 +392,38 @@ def test_a_block_is_drawn_with_the_markov_head_and_ends_where_its_own_confidence
     head.sure = lambda before: float("nan")
     with pytest.raises(NumericalError, match="confidence is no number"):
         drafter.propose([Want(states[0], 2, 3, 0.5)])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("sure", [None, 0.7])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_tree_of_a_block_is_the_best_of_all_trees(temperature: float, sure: float | None, first: bool) -> None:
+    bushy = 0
+    for seed, (most, worth) in itertools.product(range(5), ((1, 0.9), (6, 1e-9), (5, 0.1), (8, 0.03))):
+        head = TableHead(table, **DFLASH | {"sample_from_anchor": first})
+        head.sure = lambda before: sure
+        drafter = BlockDrafter(head)
+        state = text(drafter, (1, 2, 3), temperature=temperature, seed=seed)
+        (draft,) = drafter.propose([Want(state, most, 0, worth, -1.0)])
+        nodes: list[tuple[tuple[int, ...], float]] = []
+        level: list[tuple[tuple[int, ...], float]] = [((), 1.0)]
+        for row in range(0 if first else 1, 4):
+            below = []
+            for path, reach in level:
+                logits = table((2, 3, row)) + table((path[-1] if path else 3, -1))
+                found = state.sampler.candidates(logits, most, path)
+                shares = [share for _, share in found]
+                if sure is not None:
+                    shares = [sure, *(share * (1 - sure) / (1 - shares[0]) for share in shares[1:])]
+                below += [((*path, token), reach * share) for (token, _), share in zip(found, shares, strict=True)]
+            nodes += below
+            level = below
+        wanted = sorted((node for node in nodes if node[1] >= worth), key=lambda node: -node[1])[:most]
+        assert [draft.path(i) for i in range(len(wanted))] == [path for path, _ in wanted]
+        assert len(draft) <= most
+        assert head.rows == [4]
+        bushy += draft.parents is not None
+    assert bushy
 
 
 # ------------------------------------------------------------------------------------------------------------ exactness

@@ -21,28 +21,20 @@ class Chain:
         self._confidence: list[float] = []
         self._reach = 1.0  # chance that all tokens so far are accepted
 
-    @property
-    def asks(self) -> bool:
-        """Whether anyone asks how sure its tokens are: nobody does of a draft of fixed length."""
-        return self._want.worth > 0.0
-
-    def extend(self, logits: F32, sure: float | None = None) -> None:
-        """Draws the next token from float32 [vocab_size] as the request's sampler does (coupled noise, or from q).
-
-        sure: how likely it is to be kept, by a source that knows better than its logits.
-        """
+    def extend(self, logits: F32) -> None:
+        """Draws the next token from float32 [vocab_size] as the request's sampler does (coupled noise, or from q)."""
         sampler = self.state.sampler
         token, q = sampler.draft(logits, self.tokens)
         want = self._want
         self.tokens.append(token)
         self._q.append(q)
-        if self.asks:
-            sure = sampler.confidence(logits, token) if sure is None else sure
+        if want.worth > 0.0:  # nobody asks how sure a draft of fixed length is
+            sure = sampler.confidence(logits, token)
             self._confidence.append(sure)
             self._reach *= sure if want.chances is None else want.chances((sure,))[0]
         # This token is paid for; the question is whether another one is worth its draft and its row.
         self.goes_on = len(self.tokens) < self.room and self._reach >= want.worth + want.step
 
     def draft(self, source: str) -> Draft:
-        sure = tuple(self._confidence) if self.asks else None
+        sure = tuple(self._confidence) if self._want.worth > 0.0 else None
         return Draft(tuple(self.tokens), tuple(self._q), source=source, confidence=sure)

@@ -199,7 +199,7 @@ class HeadDrafter(FeatureReader):
         self._check_read(tree.state)
         held = self._slot(tree.state)
         growth = _Growth(tree, held.slot, {ROOT: -1}, {ROOT: held.hidden})
-        tree.grow([self._checked(held.logits)])
+        tree.grow([(self._checked(held.logits), None)])
         self._fit(growth)
         return growth
 
@@ -224,7 +224,7 @@ class HeadDrafter(FeatureReader):
                 growth.rows[node] = len(growth.rows) - 1
                 growth.hidden[node] = hidden
             with apart(failed, growth.tree.state):
-                growth.tree.grow(self._checked(row) for row in result.logits[at:end])
+                growth.tree.grow((self._checked(row), None) for row in result.logits[at:end])
                 self._fit(growth)
             at = end
 

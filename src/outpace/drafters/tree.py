@@ -1,6 +1,7 @@
 """A draft that grows level by level where it promises most: the best few tokens after each of its best tokens.
 
-Neighbour: head.py, which computes the logits after all tokens of a level in one pass. Source: EAGLE-2 (arXiv
+Neighbours: head.py, which computes the logits after all tokens of a level in one pass, and block.py, which has them
+of all levels at once. Source: EAGLE-2 (arXiv
 2406.16858), whose trees follow the confidences of the head; here what became of tokens of such confidence turns it into
 a chance (Want.chances), branches end where their next token is not worth the row that verifies it, and the tree where
 the next level does not promise to be worth its pass. A draft of fixed length is a chain, drawn as the request's rule
@@ -37,12 +38,12 @@ class Tree:
         self._confidence: list[float] = []
         self._reach: list[float] = []  # the chance that a node and all before it are accepted
 
-    def grow(self, logits: Iterable[F32]) -> None:
-        """Gives each node of the frontier its next tokens; logits: float32 [len(ids)] for each of them, taken one by
-        one."""
+    def grow(self, guesses: Iterable[tuple[F32, float | None]]) -> None:
+        """Gives each node of the frontier its next tokens; guesses: for each of them, taken one by one, logits float32
+        [len(ids)] and how likely the best is to be kept, by a source that knows better than its logits."""
         newest = len(self.tokens)
-        for node, row in zip(self.frontier, logits, strict=True):
-            self._branch(node, row)
+        for node, (row, sure) in zip(self.frontier, guesses, strict=True):
+            self._branch(node, row, sure)
         # What follows a node is no likelier than the node: only from the best of all can one of the best follow.
         best = self._best(self.room - 1)
         level = [node for node in best if node >= newest and self._reach[node] >= self._want.worth]
@@ -56,7 +57,7 @@ class Tree:
         first = [self._reach[node] for node, parent in enumerate(self.parents) if parent == ROOT]
         return sum(max(0.0, self._reach[node] * chance - self._want.worth) for node in level for chance in first)
 
-    def _branch(self, node: int, logits: F32) -> None:
+    def _branch(self, node: int, logits: F32, sure_of_first: float | None) -> None:
         path, want, sampler = self._path(node), self._want, self.state.sampler
         try:
             if want.worth > 0.0:
@@ -71,6 +72,9 @@ class Tree:
         except NumericalError:  # the request's masks leave nothing of what this source can say: the branch ends
             return
         sure = [confidence for _, confidence in found]
+        if sure_of_first is not None:  # the others share what is left, as they did
+            rest = (1.0 - sure_of_first) / max(1.0 - sure[0], 1e-9)
+            sure = [sure_of_first, *(min(1.0, confidence * rest) for confidence in sure[1:])]
         chances = sure if want.chances is None or want.worth <= 0.0 else want.chances(sure)
         self.tokens.extend(token for token, _ in found)
         self.parents.extend([node] * len(found))
