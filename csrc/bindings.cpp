@@ -1,5 +1,5 @@
-// The Python module outpace._native (typed in src/outpace/_native.pyi). Everything that comes in is checked here or in
-// model.cpp before it is used; the GIL is released while anything is computed.
+// The Python module outpace._native (typed in src/outpace/_native.pyi). Everything that comes in is checked here, in
+// stack.cpp, head.cpp or weights.cpp before it is used; the GIL is released while anything is computed.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/array.h>

@@ -195,7 +195,6 @@ std::array<double, StageClock::STAGES> Stack::time_stages(bool on) {
     return seconds;
 }
 
-
 // ------------------------------------------------------------------------------------------------ a pass: layout
 
 void Stack::check(const std::vector<Share>& shares, const std::vector<int>& wanted) {
@@ -476,6 +475,7 @@ void Stack::attention(int i, const Input& input) {
         }
     });
 }
+
 // y = down(silu(gate(x)) * up(x)), or x_ += that.
 void Stack::swiglu(const Mlp& mlp, const Input& input, float* y, size_t stride, bool residual) {
     const int rows = input.rows;

@@ -15,7 +15,8 @@ int within(int value, int low, int high, const char* name) {
 }
 
 void Weights::check_new(const std::string& name, bool known) const {
-    if (ready_ || known) refuse("tensor " + name + " was already given");
+    if (ready_) refuse("the weights are in use: tensor " + name + " comes too late");
+    if (known) refuse("tensor " + name + " was already given");
 }
 
 void Weights::put_int8(const std::string& name, const int8_t* q, const float* scale, const float* offset, int out,

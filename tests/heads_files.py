@@ -19,10 +19,13 @@ import tiny
 from outpace.config import ModelConfig, RopeScaling
 from outpace.config_gguf import to_gguf
 from outpace.heads.config import HeadConfig, head_tensors
+from outpace.heads.loading import LoadedHead, borrowed
 from outpace.models.gguf_names import interleaved_order
+from outpace.types import F32
 from outpace.weights.gguf import write_gguf
 from outpace.weights.safetensors import write_safetensors
 from outpace.weights.tensor import Tensor
+from outpace.weights.weight_map import WeightMap
 
 Arrays = dict[str, np.ndarray]
 TARGET, TARGET_ARRAYS = tiny.random_model(num_hidden_layers=8, seed=3)
@@ -357,3 +360,10 @@ LAYOUTS: dict[str, tuple[str, Callable[[Path, HeadConfig, Arrays], Path]]] = {
     "speculators MTP": ("mtp_before", speculators_mtp),
     "GGUF nextn": ("mtp", gguf_nextn),
 }
+
+
+def shared_tensors(head: LoadedHead, target: WeightMap, config: ModelConfig) -> dict[str, F32]:
+    """Every tensor that the head computes with in float32, its own taken and the target's borrowed: for
+    reference.make_head."""
+    own = {name: head.weights.take(name)[0] for name in head.weights.keys()}  # noqa: SIM118
+    return own | {name: tensor.f32() for name, tensor in borrowed(head.config, target, config).items()}

@@ -17,7 +17,8 @@ import tiny_folder
 from heads_files import HEADS, LAYOUTS, TARGET
 from outpace import calibrate, opening
 from outpace.cli.app import build
-from outpace.heads.loading import CONVENTIONS
+from outpace.heads.loading import ASKED_FOR, CONVENTIONS, LoadedHead
+from outpace.types import NumericalError, UsageError
 from outpace.weights.safetensors import read_safetensors, write_safetensors
 
 
@@ -66,6 +67,37 @@ def test_the_reading_that_drafts_best_is_found_kept_and_forgotten(model: Path) -
     assert tokens_per_round() < 1.7
 
 
+@pytest.mark.parametrize("error", [NumericalError("no number"), UsageError("no such tap")])
+def test_a_reading_that_fails_while_it_drafts_costs_nothing_but_itself(
+    model: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file's own reading, which is tried first, and one of the others."""
+    open_head, closed = calibrate.open_head, []
+
+    def failing(head: LoadedHead, *args: Any) -> Any:
+        drafter: Any = open_head(head, *args)
+        conventions = {name for name, origin in head.origins.items() if origin == ASKED_FOR}
+        close = drafter.close
+        monkeypatch.setattr(drafter, "close", lambda: (closed.append(conventions), close()))
+        if not conventions or "norm_output" in conventions:
+
+            def fails(wanted: Any) -> Any:
+                raise error
+
+            monkeypatch.setattr(drafter, "propose", fails)
+        return drafter
+
+    monkeypatch.setattr(calibrate, "open_head", failing)
+    with outpace.load(model, draft="none", precision="f32", slots=4) as plain:
+        found = calibrate.calibrate(plain, model, model)
+    failed = [trial for trial in found.trials if trial.tokens_per_round is None]
+    assert [trial.why for trial in failed] == [str(error)] * len(failed)
+    assert failed[0].conventions == {}
+    assert any("norm_output" in trial.conventions for trial in failed)
+    assert [trial.conventions.keys() for trial in found.trials] == closed
+    assert found.best["concat"] == "hidden_first"
+
+
 def test_what_is_kept_is_not_used_for_other_files_and_damage_is_as_if_nothing_were_kept(model: Path) -> None:
     with outpace.load(model, draft="none", slots=4) as plain:
         calibrate.calibrate(plain, model, model)
@@ -79,6 +111,44 @@ def test_what_is_kept_is_not_used_for_other_files_and_damage_is_as_if_nothing_we
     assert opening.kept_conventions(model, model)
     os.utime(model / "model.safetensors", ns=(5, 5))
     assert opening.kept_conventions(model, model) == {}
+
+
+KEPT: dict[str, Any] = {  # by another version, or by accident
+    "unknown": {"old_name": 1},
+    "too many taps": {"taps": [0, 1]},
+    "no such tap": {"taps": [99]},
+    "taps of another kind": {"taps": "0"},
+    "nested": {"taps": [[0]]},
+    "no flag": {"norm_output": "x"},
+    "no choice": {"concat": ["hidden_first"]},
+    "d2t": {"d2t": []},
+    "empty": {"": None},
+}
+
+
+@pytest.mark.parametrize("case", KEPT)
+def test_what_is_kept_and_cannot_be_right_is_left_out_with_one_notice(model: Path, case: str) -> None:
+    file = opening.conventions_file(model)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps({"key": opening.conventions_key(model, model), "conventions": KEPT[case]}))
+    with pytest.warns(UserWarning, match="kept conventions are not used: .*--calibrate") as caught:
+        outpace.load(model, draft="mtp").close()
+    assert len(caught) == 1
+    shown = run(model, "--model", model, "--json")
+    assert shown.exit_code == 0, shown.output
+    assert "calibrated" not in shown.stdout
+    assert shown.stderr.count("\n") == 1
+
+
+def test_a_kept_convention_that_the_file_has_no_use_for_is_no_error(model: Path) -> None:
+    file = opening.conventions_file(model)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    kept = {"d2t": "absolute", "sample_from_anchor": True}
+    file.write_text(json.dumps({"key": opening.conventions_key(model, model), "conventions": kept}))
+    outpace.load(model, draft="mtp").close()
+    shown = run(model, "--model", model, "--json")
+    assert shown.exit_code == 0, shown.output
+    assert "d2t" not in json.loads(shown.stdout)["conventions"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

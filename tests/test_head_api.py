@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -20,6 +21,7 @@ from outpace.config_gguf import to_gguf
 from outpace.heads.config import HeadConfig
 from outpace.models.gguf_names import BLOCK, TOP
 from outpace.models.loading import load_model
+from outpace.opening import check_vocabulary
 from outpace.types import ModelError, UsageError
 from outpace.weights.gguf import write_gguf
 from outpace.weights.safetensors import read_safetensors, write_safetensors
@@ -101,6 +103,61 @@ def test_heads_from_files_draft(folder: Path, tmp_path: Path) -> None:
         assert sources[kind][0] > 20
 
 
+def other_tokens(folder: Path) -> str:
+    """A tokenizer.json with two tokens the other way round."""
+    data = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = data["model"]["vocab"]
+    a, b = (next(token for token, i in vocabulary.items() if i == which) for which in (40, 41))
+    vocabulary[a], vocabulary[b] = 41, 40
+    data["model"]["merges"] = []
+    return json.dumps(data)
+
+
+def test_a_head_of_another_vocabulary_is_refused(folder: Path, tmp_path: Path) -> None:
+    head = written(tmp_path / "e", specforge_eagle3, EAGLE3)
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    write_safetensors(alone / "mtp.safetensors", _native(random_head(MTP)))
+    own, args = (folder / "tokenizer.json").read_text(), ["--model", str(folder)]
+    for path, its in ((head, head), (alone / "mtp.safetensors", alone)):
+        for text, message in (
+            (own, None),
+            (json.dumps(json.loads(own), indent=3), None),  # other bytes, the same tokens
+            (other_tokens(folder), r"the head is for another target: token 40 is .* in one vocabulary and "),
+            ("{}", "tokenizer.json"),
+        ):
+            (its / "tokenizer.json").write_text(text)
+            shown = CliRunner().invoke(build(), ["inspect", str(path), *args])
+            if message is None:
+                outpace.load(folder, head=path).close()
+                assert shown.exit_code == 0, shown.output
+                continue
+            with pytest.raises(ModelError, match=message) as caught:
+                outpace.load(folder, head=path)
+            assert str(its) in str(caught.value)
+            assert shown.exit_code == 1
+            assert shown.stderr.count("\n") == 1
+            assert "tokenizer" in shown.stderr or "another target" in shown.stderr
+
+
+def test_a_head_in_a_gguf_file_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    vocabulary = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2"}
+    tokens = ["t", "0", *(f"t{i}" for i in range(65))]
+    for name, texts in (("model", tokens), ("same", tokens), ("other", [*tokens[:-2], "t64", "t63"])):
+        metadata = vocabulary | {"tokenizer.ggml.tokens": texts, "tokenizer.ggml.merges": ["t 0"]}
+        metadata["tokenizer.ggml.token_type"] = np.ones(67, np.int32)
+        write_gguf(tmp_path / f"{name}.gguf", metadata, {})
+    check_vocabulary(tmp_path / "same.gguf", tmp_path / "model.gguf")
+    with pytest.raises(ModelError, match=r"other\.gguf: the head is for another target: token 65 is 't63' in one"):
+        check_vocabulary(tmp_path / "other.gguf", tmp_path / "model.gguf")
+    metadata["tokenizer.ggml.model"] = "llama"
+    write_gguf(tmp_path / "unknown.gguf", metadata, {})
+    with pytest.raises(ModelError, match=r"unknown\.gguf: tokenizer\.ggml\.model is 'llama'"):
+        check_vocabulary(tmp_path / "unknown.gguf", tmp_path / "model.gguf")
+    write_gguf(tmp_path / "none.gguf", {"general.architecture": "eagle3"}, {})
+    check_vocabulary(tmp_path / "none.gguf", tmp_path / "model.gguf")
+
+
 def test_what_does_not_fit_says_so(folder: Path, tmp_path: Path) -> None:
     head = tmp_path / "mtp.safetensors"
     write_safetensors(head, _native(random_head(MTP)))
@@ -110,7 +167,7 @@ def test_what_does_not_fit_says_so(folder: Path, tmp_path: Path) -> None:
         ({"draft": "mtp"}, "has no head inside"),
         ({"draft": "eagle3"}, "needs head=PATH"),
         ({"draft": "dflash"}, "needs head=PATH"),
-        ({"draft": "suffix", "head": head}, "a head goes with"),
+        ({"draft": "suffix", "head": head}, "head= and draft='suffix' exclude each other"),
         ({"draft": "eagle3", "head": head}, "is a head of kind mtp, not eagle3"),
         ({"head": tmp_path / "none"}, "no model at"),
         ({"head": folder}, "no draft head|not a draft head|head"),
@@ -129,6 +186,37 @@ def test_a_damaged_head_inside_is_left_out_with_a_warning_unless_it_was_asked_fo
         assert answer(inside)[2] == ("suffix",)
     with pytest.raises(ModelError, match=r"fc\.weight"):
         outpace.load(inside, draft="mtp")
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+def test_to_draft_nothing_nothing_is_opened(inside: Path, tmp_path: Path, backend: Any) -> None:
+    """Not even looked for: none of these is there."""
+    gone = tmp_path / "gone"
+    for more in (
+        {},
+        {"draft": "mtp"},
+        {"draft": "eagle3", "head": gone},
+        {"draft_model": gone},
+        {"draft": "datastore", "datastore": gone},
+        {"draft": "self", "draft_layers": 1},
+        {"draft": "none"},
+    ):
+        with outpace.load(inside, draft_tokens=0, backend=backend, **more) as model:  # type: ignore[arg-type]
+            assert model.drafters == ()
+            assert len(model.generate(PROMPT, max_tokens=3).token_ids) == 3
+
+
+def test_no_choice_is_ignored_in_silence(folder: Path) -> None:
+    more: dict[str, Any]
+    for more, message in (
+        ({"draft": "none", "draft_tokens": 5}, "draft_tokens=5 needs a drafter"),
+        ({"draft_tokens": True}, r"draft_tokens must be in 0 \.\. 15, got True"),
+        ({"draft_tokens": False}, r"draft_tokens must be in 0 \.\. 15, got False"),
+        ({"draft_tokens": 2.0}, r"draft_tokens must be in 0 \.\. 15, got 2\.0"),
+        ({"backend": "reference", "threads": 3}, "threads= and backend='reference' exclude each other"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            outpace.load(folder, **more)
 
 
 def test_a_model_loads_without_the_head_inside(tmp_path: Path) -> None:

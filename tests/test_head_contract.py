@@ -10,6 +10,7 @@ import pytest
 
 import heads_files
 from heads_files import D2T, EAGLE3, TARGET, TARGET_ARRAYS, d2t, random_head
+from heads_oracle import draft, extend, first_state
 from outpace.backends.head import HeadBackend, HeadPass, HeadRows
 from outpace.backends.native import NativeBackend
 from outpace.backends.native_head import NativeHead
@@ -73,14 +74,14 @@ def test_rows_are_those_of_the_oracle(make: Callable[..., HeadBackend], name: st
     config = HEADS[name]
     head, oracle = make(config), make_head(config, tensors(config), d2t(config))
     cache = oracle.new_cache(32)
-    want = oracle.extend(features(config), TOKENS, cache)
+    want = extend(oracle, features(config), TOKENS, cache)
     slot = head.new_slot()
     logits, hidden = feed(head, slot)
     np.testing.assert_allclose(logits, want.logits, atol=1e-4)
     np.testing.assert_allclose(hidden, want.hidden, atol=1e-4)
     # Its own hidden state in place of the feature.
     drafted = iter([7, 11, 3])
-    guesses = oracle.draft(want, 3, lambda _: next(drafted), cache)
+    guesses = draft(oracle, want, 3, lambda _: next(drafted), cache)
     one = head.forward([HeadRows(slot, [7], hidden[-1:], own=True)])
     two = head.forward([HeadRows(slot, [11], one.hidden, own=True, append=True)])
     np.testing.assert_allclose(one.logits[0], guesses[1].logits, atol=1e-4)
@@ -219,7 +220,7 @@ def test_blocks_are_those_of_the_oracle(make: Callable[..., HeadBackend], name: 
     head, oracle = make(config), make_head(config, tensors(config), d2t(config))
     assert isinstance(oracle, BlockHead)
     cache = oracle.new_cache(32)
-    oracle.extend(features(config)[:6], TOKENS[:6], cache)
+    extend(oracle, features(config)[:6], TOKENS[:6], cache)
     want = oracle.block(8, cache, rows)
     slot, other = head.new_slot(), head.new_slot()
     head.read(other, features(config)[:2])
@@ -232,7 +233,7 @@ def test_blocks_are_those_of_the_oracle(make: Callable[..., HeadBackend], name: 
     np.testing.assert_allclose(out.logits[n:], [oracle.layers.logits(row) for row in want], atol=1e-4)
     same(head.block([slot], [8], rows).logits, out.logits[n:])  # nothing was left behind
     assert head.length(slot) == 6
-    state = oracle.first_state()
+    state = first_state(oracle)
     for row in want:
         bias, next_state = head.markov(5, row, state)
         wanted = oracle.markov(5, row, state)

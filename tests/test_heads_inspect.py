@@ -46,6 +46,8 @@ def test_every_layout_is_shown(layout: str, tmp_path: Path, target: Path) -> Non
     assert facts["share"] == round(facts["step_bytes"] / facts["target_bytes"], 4)
     assert all(entry["from"] for entry in facts["conventions"].values())
     text = run(path, "--model", target).stdout
+    assert facts["memory"]["total"] > facts["memory"]["weights"] + facts["memory"]["cache"] > 0
+    assert "memory            needs " in text
     assert f"format            {facts['format']}\n" in text
     assert "  taps = [" in text
 

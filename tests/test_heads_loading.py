@@ -14,10 +14,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import heads_files
-from heads_files import D2T, HEADS, LAYOUTS, TARGET, TARGET_ARRAYS, d2t, random_head
+from heads_files import D2T, HEADS, LAYOUTS, TARGET, TARGET_ARRAYS, d2t, random_head, shared_tensors
+from heads_oracle import Guess, draft, extend, target_id
 from outpace.heads.config import HeadConfig
-from outpace.heads.loading import load_head, shared_tensors
-from outpace.heads.reference import Guess, Head, make_head
+from outpace.heads.loading import load_head
+from outpace.heads.reference import Head, make_head
 from outpace.types import ModelError, OutpaceError, UsageError
 from outpace.weights.safetensors import read_safetensors, write_safetensors
 from outpace.weights.weight_map import WeightMap
@@ -36,8 +37,8 @@ def drafts(head: Head, count: int = 6, n: int = 5) -> tuple[np.ndarray, list[Gue
     random = np.random.default_rng(9)
     features = random.standard_normal((count, head.config.feature_width)).astype(np.float32)
     cache = head.new_cache(32)
-    slots = head.extend(features, [int(t) for t in random.integers(0, 67, count)], cache)
-    return slots.logits, head.draft(slots, n, lambda logits: head.target_id(int(np.argmax(logits))), cache)
+    slots = extend(head, features, [int(t) for t in random.integers(0, 67, count)], cache)
+    return slots.logits, draft(head, slots, n, lambda logits: target_id(head, int(np.argmax(logits))), cache)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

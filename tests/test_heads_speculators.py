@@ -28,13 +28,15 @@ from heads_files import (
     TARGET_ARRAYS,
     TOKENS,
     random_head,
+    shared_tensors,
     speculators_dflash,
     speculators_eagle3,
     speculators_mtp,
     text,
 )  # fmt: skip
-from outpace.heads.loading import load_head, shared_tensors
-from outpace.heads.reference import AutoregressiveHead, BlockHead, Slots, make_head
+from heads_oracle import Slots, draft, extend
+from outpace.heads.loading import load_head
+from outpace.heads.reference import AutoregressiveHead, BlockHead, make_head
 from outpace.weights.weight_map import WeightMap
 
 
@@ -83,18 +85,18 @@ def test_eagle3_steps_equal_speculators(name: str, tmp_path: Path) -> None:
     np.testing.assert_allclose([list(seen[step][3][:3]) for step in range(steps)], GOLDEN[name], atol=1e-4)
     head = ours(tmp_path)
     cache = head.new_cache(64)
-    slots = head.extend(features, tokens, cache)
+    slots = extend(head, features, tokens, cache)
     np.testing.assert_allclose(slots.logits, seen[0], atol=1e-4)
     for row in (0, 3, TOKENS - steps - 1):  # a draft after this slot: roll back to it and go on along the text
         cache.truncate(row)
-        again = head.extend(features[row : row + 1], tokens[row : row + 1], cache)
+        again = extend(head, features[row : row + 1], tokens[row : row + 1], cache)
         np.testing.assert_allclose(again.logits[0], slots.logits[row], atol=1e-6)
         forced = iter(tokens[row + 1 :])
-        guesses = head.draft(again, steps, lambda _, forced=forced: next(forced), cache)
+        guesses = draft(head, again, steps, lambda _, forced=forced: next(forced), cache)
         assert cache.length == row + 1
         for step, guess in enumerate(guesses):
             np.testing.assert_allclose(guess.logits, seen[step][row], atol=1e-4)
-        head.extend(features[row + 1 :], tokens[row + 1 :], cache)
+        extend(head, features[row + 1 :], tokens[row + 1 :], cache)
 
 
 def test_eagle3_in_a_sliding_window(tmp_path: Path) -> None:
@@ -113,7 +115,7 @@ def test_eagle3_in_a_sliding_window(tmp_path: Path) -> None:
             ttt_steps=1,
         )  # fmt: skip
     head = ours(tmp_path)
-    np.testing.assert_allclose(head.extend(features, tokens, head.new_cache(64)).logits, seen[0], atol=1e-4)
+    np.testing.assert_allclose(extend(head, features, tokens, head.new_cache(64)).logits, seen[0], atol=1e-4)
 
 
 def test_mtp_steps_equal_speculators(tmp_path: Path) -> None:
@@ -131,7 +133,7 @@ def test_mtp_steps_equal_speculators(tmp_path: Path) -> None:
     features = hidden[:rows]
     assert len(steps) == 3
     for step, want in enumerate(steps):
-        slots = head.extend(features, tokens[step + 1 : step + 1 + rows], head.new_cache(64))
+        slots = extend(head, features, tokens[step + 1 : step + 1 + rows], head.new_cache(64))
         np.testing.assert_allclose(slots.logits, want[0].numpy(), atol=1e-4)
         features = slots.hidden
 
@@ -173,11 +175,11 @@ def test_blocks_equal_speculators(name: str, tmp_path: Path, monkeypatch: pytest
         cache.truncate(min(cache.length, anchor))
         first = cache.length
         if first < anchor:
-            head.extend(features[first:anchor], tokens[first + 1 : anchor + 1], cache)
+            extend(head, features[first:anchor], tokens[first + 1 : anchor + 1], cache)
         slots = Slots(tokens[anchor], none, none)
         forced = iter(tokens[anchor + 1 :])
-        guesses = head.draft(slots, 99, lambda _, forced=forced: next(forced), cache)
-        assert (len(guesses), cache.length) == (config.most_drafts, anchor)
+        guesses = draft(head, slots, 99, lambda _, forced=forced: next(forced), cache)
+        assert (len(guesses), cache.length) == (config.block_size - (not config.sample_from_anchor), anchor)
         for i, guess in enumerate(guesses):
             np.testing.assert_allclose(guess.logits, want[anchor, i + skip], atol=1e-4)
             if config.confidence != "none":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,24 @@ from typer.testing import CliRunner
 import outpace
 import tiny
 import tiny_folder
+from heads_files import D2T, HEADS, TARGET, TARGET_ARRAYS, random_head
+from heads_files import _native as native_names
 from outpace import self_draft
 from outpace.backends import memory
 from outpace.backends.base import Rows
-from outpace.backends.memory import available_memory, check_fits, estimate
+from outpace.backends.head import HeadRows
+from outpace.backends.memory import available_memory, check_fits, estimate, estimate_head
 from outpace.backends.native import NativeBackend
+from outpace.backends.running_head import run_head
 from outpace.cache import CacheOption
 from outpace.cli.app import build
 from outpace.config import ModelConfig
+from outpace.heads.config import HeadConfig
 from outpace.models.loading import load_model
 from outpace.models.names import expected_tensors, is_matrix
 from outpace.types import CapacityError
 from outpace.weights.formats import KINDS
+from outpace.weights.safetensors import read_safetensors, write_safetensors
 from outpace.weights.tensor import Tensor
 from outpace.weights.weight_map import WeightMap
 
@@ -103,6 +110,35 @@ def test_every_kind_of_file(kind: str, precision: str) -> None:
         assert held < 1.05 * sum(
             KINDS[kind].size * a.size / 256 if a.ndim == 2 else 4 * a.size for a in arrays.values()
         )
+
+
+@pytest.mark.parametrize("kind", ["BF16", "Q8_0"])  # of the target's head, whose rows a small vocabulary takes
+@pytest.mark.parametrize("precision", ["int8", "int4", "bf16", "f32"])
+@pytest.mark.parametrize("name", [*HEADS, "eagle3 of the target's head"])
+def test_heads(name: str, precision: Any, kind: str) -> None:
+    config = HEADS.get(name) or replace(HEADS["eagle3"], own_lm_head=False)
+    whole = tiny.random_model(num_hidden_layers=8, seed=3)[1]["lm_head.weight"]
+    rows = len(whole) * whole.shape[1] // KINDS[kind].block
+    lm_head = Tensor(whole.shape, kind, np.full(rows * KINDS[kind].size, 16, np.uint8))
+    if precision == "bf16" and kind == "Q8_0":
+        return  # is refused
+    weights = WeightMap.from_tensors(random_head(config))
+    own = {tensor: Tensor.from_array(array) for tensor, array in random_head(config).items()}
+    need = estimate_head(config, weights, kind, precision, 100)
+    target = NativeBackend(TARGET, WeightMap.from_tensors(TARGET_ARRAYS), precision=precision)
+    small = config.draft_vocab_size < TARGET.vocab_size
+    head = run_head(target, config, own, lambda: {"lm_head.weight": lm_head}, D2T if small else None)
+    slot = head.new_slot()
+    features = np.ones((100, config.feature_width), np.float32)
+    if config.algorithm == "dflash":
+        head.read(slot, features)
+    else:
+        head.forward([HeadRows(slot, [1] * 100, features)])
+        head.commit(slot, range(100))
+    held, cache = head.memory  # type: ignore[attr-defined]
+    assert need.weights == pytest.approx(held, rel=0.05)
+    assert need.cache == cache
+    assert need.precision == ("int8" if precision == "int4" else precision)
 
 
 @pytest.mark.parametrize("precision", ["int8", "f32"])
@@ -209,6 +245,51 @@ def test_load_and_the_command_line_refuse(tmp_path: Path, monkeypatch: pytest.Mo
         assert model.generate("x", max_tokens=1).token_ids
 
 
+@pytest.mark.parametrize("what", ["head", "head inside", "draft_model"])
+def test_what_drafts_is_part_of_what_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """With exactly what both need it loads, and the second is not judged again by what the first has left; with a
+    little less it is refused in a line that names what drafts."""
+    monkeypatch.setenv("OUTPACE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "model").mkdir()
+    folder = tiny_folder.write(tmp_path / "model")
+    loaded = load_model(folder)
+    more: dict[str, Any] = {}
+    if what == "draft_model":
+        (tmp_path / "small").mkdir()
+        more["draft_model"] = tiny_folder.write(tmp_path / "small")
+        beside = [estimate(loaded.config, loaded.weights, "int8", tokens).total for tokens in (64, 256)]
+    else:
+        layers = replace(tiny_folder.CONFIG, num_hidden_layers=1)
+        head = HeadConfig(
+            algorithm="mtp", layers=layers, taps=(3,), norm_output=True, target_layers=3, target_hidden_size=64,
+            draft_vocab_size=layers.vocab_size,
+        )  # fmt: skip
+        own = WeightMap.from_tensors(random_head(head))
+        beside = [estimate_head(head, own, "F32", "int8", tokens).total for tokens in (64, 256)]
+        if what == "head":
+            more["head"] = tmp_path / "mtp.safetensors"
+            write_safetensors(more["head"], native_names(random_head(head)))
+        else:
+            whole = {name: tensor.f32() for name, tensor in read_safetensors(folder).items()}
+            write_safetensors(folder / "model.safetensors", whole | native_names(random_head(head)))
+    have(monkeypatch, 10**9)
+    facts = json.loads(CliRunner().invoke(build(), ["info", str(folder), "--json"]).stdout)["memory"]
+    assert facts["head"] == (beside[1] if what == "head inside" else None)
+    for context, both in ((64, beside[0]), (None, beside[1])):
+        need = estimate(loaded.config, loaded.weights, "int8", context or 256).total + both
+        if what == "head inside" and context is None:
+            assert facts["total"] == need
+        have(monkeypatch, need)
+        outpace.load(folder, context=context, cache=False, **more).close()
+        have(monkeypatch, need - 1)
+        with pytest.raises(
+            CapacityError, match=r"for what drafts for it.*without what drafts for it it would fit"
+        ) as e:
+            outpace.load(folder, context=context, cache=False, **more)
+        assert str(e.value).startswith(f"{folder} needs ")
+        outpace.load(folder, context=context, cache=False, draft="suffix").close()
+
+
 def test_info_tells_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tiny_folder.write(tmp_path)
 
@@ -227,6 +308,7 @@ def test_info_tells_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "cache_per_token": need.cache_per_token,
         "cache": need.cache,
         "activations": need.activations,
+        "head": None,
         "total": need.total,
         "self_draft": self_draft.memory(loaded).total,
         "available": 10**9,

@@ -139,7 +139,8 @@ def test_a_head_that_knows_the_model_is_accepted(kind: str) -> None:
     # The head's own layer sees the whole text where the model's sees three tokens: give it the same window.
     config, arrays, extra = perfect()
     head = MtpHead.from_loader(config, WeightMap.from_tensors(arrays | extra))
-    head = head.with_layers(replace(head.config.layers, use_sliding_window=True, max_window_layers=0))
+    layers = replace(head.config.layers, use_sliding_window=True, max_window_layers=0)
+    head = replace(head, config=replace(head.config, layers=layers))
     generator = Qwen3Generator(BACKENDS[kind](config, arrays))
     mtp = Qwen3MtpSpeculator(generator, head)
     context = [5, 1, 2, 3, 4]

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import heads_files
+from heads_oracle import draft, extend, step
 from outpace.heads.config import HeadConfig, head_tensors
 from outpace.heads.loading import load_head
 from outpace.heads.reference import AutoregressiveHead, make_head
@@ -76,14 +77,14 @@ def test_every_step_from_every_anchor_is_the_oracles(name: str) -> None:
     for row, example in enumerate(sequences):
         features = example.states.astype(np.float32).reshape(len(example.tokens), -1)
         cache = reference.new_cache(64)
-        reference.extend(features[: example.answer - 1], example.tokens[1 : example.answer].tolist(), cache)
+        extend(reference, features[: example.answer - 1], example.tokens[1 : example.answer].tolist(), cache)
         for anchor in range(len(example.tokens) - example.answer):
             slot = example.answer - 1 + anchor
-            slots = reference.extend(features[slot : slot + 1], [int(example.tokens[slot + 1])], cache)
+            slots = extend(reference, features[slot : slot + 1], [int(example.tokens[slot + 1])], cache)
             logits, hidden = slots.logits[-1], slots.hidden[-1]
             for j in range(min(4, len(example.tokens) - 1 - slot)):
                 if j:
-                    logits, hidden = reference.step(int(example.tokens[slot + 1 + j]), hidden, cache)
+                    logits, hidden = step(reference, int(example.tokens[slot + 1 + j]), hidden, cache)
                 np.testing.assert_allclose(ours[j][row, anchor], logits, atol=1e-4)
                 compared += 1
             cache.truncate(slot + 1)
@@ -126,7 +127,7 @@ def test_an_exported_head_loads_and_gives_the_same_logits(tmp_path: Path) -> Non
     features = example.states.astype(np.float32).reshape(10, -1)[:9]
     head = EagleHead(config, rounded, EMBEDDING)
     reference = oracle(config, rounded)
-    slots = reference.extend(features, example.tokens[1:].tolist(), reference.new_cache(16))
+    slots = extend(reference, features, example.tokens[1:].tolist(), reference.new_cache(16))
     with torch.no_grad():
         final = next(iter(head.steps(batch_of([example]), 1)))[0].numpy()
     np.testing.assert_allclose(final @ LM_HEAD[D2T].T, slots.logits[3:], atol=1e-4)
@@ -155,7 +156,7 @@ def test_the_score_is_what_decoding_round_by_round_keeps() -> None:
         features = example.states.astype(np.float32).reshape(len(example.tokens), -1)
         for at in range(example.answer + 1, len(example.tokens)):
             cache = reference.new_cache(64)
-            slots = reference.extend(features[: at - 1], example.tokens[1:at].tolist(), cache)
+            slots = extend(reference, features[: at - 1], example.tokens[1:at].tolist(), cache)
             if rng.random() < 0.6:
                 example.tokens[at] = D2T[int(slots.logits[-1].argmax())]
     rounds = tokens = 0
@@ -165,8 +166,8 @@ def test_the_score_is_what_decoding_round_by_round_keeps() -> None:
         at = example.answer  # the newest token
         while at < len(example.tokens) - 1:
             cache = reference.new_cache(64)
-            slots = reference.extend(features[:at], example.tokens[1 : at + 1].tolist(), cache)
-            guesses = reference.draft(slots, drafts, lambda logits: int(D2T[int(logits.argmax())]), cache)
+            slots = extend(reference, features[:at], example.tokens[1 : at + 1].tolist(), cache)
+            guesses = draft(reference, slots, drafts, lambda logits: int(D2T[int(logits.argmax())]), cache)
             right = 0
             while right < drafts and at + 1 + right < len(example.tokens):
                 if guesses[right].token != example.tokens[at + 1 + right]:

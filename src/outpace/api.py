@@ -93,20 +93,21 @@ def load(
     """Loads a model: a built-in name, a Hugging Face id, a folder or a .gguf file.
 
     precision: "int8" keeps a quantised file's values and rounds others to 8 bits in groups of 32; "int4" rounds what
-    has more than 4 bits to 4; "f32" computes in float32; "bf16" does so with weights of 2 bytes: those of F16 and
-    BF16 files as they are, F32 and FP8 rounded to bfloat16. draft: "auto", "mtp", "eagle3", "dflash", "draft_model",
-    "self", "ngram", "suffix", "datastore" or "none"; "auto" takes the text itself, and beside it the head, given or
-    inside the model, the draft model and the datastore where they are given, else "self" where that can be expected to
-    pay (self_draft.py). head: a learned draft head made for the model, a folder, a file or a Hugging Face id;
-    draft="mtp" finds one inside the model, too. draft_model: the model that drafts; "self": the model's own weights at
-    4 bits, held a second time, and the text. datastore: a file of `outpace index`. draft_tokens: always draft this many
-    (0 .. 15), from the head or draft model where there is one, instead of deciding by evidence. draft_layers: how many
-    of its layers "self" keeps; all by default. context: tokens a request may hold, prompt and answer; the model's own
-    limit by default. kv_cache: how keys and values of past tokens are held: "f32", "f16", "q8" (8 bits: half of f16's
-    memory), or "auto": f32 when precision is "f32", else f16. slots: requests at once. backend: "native", or
-    "reference" for the slow NumPy oracle. cache: keep the weights as the kernels read them on the disk (hub.relaid), so
-    that the next load only maps them; the results are the same. offline, progress: as hub.resolve, for a model that is
-    not on this machine yet. What is odd about a model but no error is a warning.
+    has more than 4 bits to 4; "f32" computes in float32; "bf16" does so with weights of 2 bytes: those of F16 and BF16
+    files as they are, F32 and FP8 rounded to bfloat16. draft: "auto", "mtp", "eagle3", "dflash", "draft_model", "self",
+    "ngram", "suffix", "datastore" or "none"; "auto" takes the text itself, and beside it the head, given or inside the
+    model, the draft model and the datastore where they are given, else "self" where that can be expected to pay
+    (self_draft.py). Any other draws on that source alone, but for "self", which has the text beside it. head: a learned
+    draft head made for the model, a folder, a file or a Hugging Face id; draft="mtp" finds one inside the model, too.
+    draft_model: the model that drafts; "self": the model's own weights at 4 bits, held a second time, and the text.
+    datastore: a file of `outpace index`. draft_tokens: always draft this many (0 .. 15), from the head or draft model
+    where there is one, instead of deciding by evidence; for 0 no drafter is opened. draft_layers: how many of its
+    layers "self" keeps; all by default. context: tokens a request may hold, prompt and answer; the model's own limit by
+    default. kv_cache: how keys and values of past tokens are held: "f32", "f16", "q8" (8 bits: half of f16's memory),
+    or "auto": f32 when precision is "f32", else f16. slots: requests at once. backend: "native", or "reference" for the
+    slow NumPy oracle. cache: keep the weights as the kernels read them on the disk (hub.relaid), so that the next load
+    only maps them; the results are the same. offline, progress: as hub.resolve, for a model that is not on this machine
+    yet. What is odd about a model but no error is a warning.
 
     Raises UsageError, HubError, ModelError, or CapacityError when memory does not suffice.
     """

@@ -27,7 +27,7 @@ from .json_file import write_json
 from .models.loading import load_model
 from .opening import conventions_file, conventions_key, open_head
 from .sampling import Sampler
-from .types import F32, ModelError, SampleOpts
+from .types import F32, ModelError, NumericalError, SampleOpts, UsageError
 
 PROMPTS = (
     "How does a bicycle stay upright while it is moving?",
@@ -43,7 +43,7 @@ MARGIN = 0.02  # tokens a round by which another value must be better than the f
 @dataclass(frozen=True, slots=True)
 class Trial:
     """tokens_per_round: of a chain of three, the target's own token included; None: the file cannot be read this way,
-    and why."""
+    or what it computes then is no number, and why."""
 
     conventions: Mapping[str, Any]
     tokens_per_round: float | None
@@ -76,13 +76,15 @@ def calibrate(
         """Tokens a round; -1.0 for a reading that is impossible."""
         progress(", ".join(f"{name} {value}" for name, value in conventions.items()) or "the file's own reading")
         try:
-            drafter = open_head(head_path, loaded, model.target, conventions=conventions)
-        except ModelError as error:
+            head = load_head(head_path, loaded.config, conventions=conventions)
+            drafter = open_head(head, loaded, model.target)
+            try:
+                found = _tokens_per_round(drafter, texts, model.config.vocab_size)
+            finally:
+                drafter.close()
+        except (ModelError, NumericalError, UsageError) as error:  # of the file, or of what it computes read this way
             trials.append(Trial(conventions, None, str(error)))
             return -1.0
-        assert isinstance(drafter, (HeadDrafter, BlockDrafter))
-        found = _tokens_per_round(drafter, texts, model.config.vocab_size)
-        drafter.close()
         trials.append(Trial(conventions, found))
         return found
 

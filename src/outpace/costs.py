@@ -1,7 +1,7 @@
 """What passes and drafts cost on this machine: measured while decoding, between and beyond by known shapes.
 
 Neighbours: controller.py decides by these figures, decode.py reports what it saw; `measure_shape` is run once a model
-and machine, and the shape kept (api.py). Seconds are whatever clock the decoder uses.
+and machine, and the shape kept (opening.py). Seconds are whatever clock the decoder uses.
 """
 
 from __future__ import annotations

@@ -191,8 +191,8 @@ class Decoder:
     def round(self, requests: Sequence[Request]) -> None:
         """One pass for all these running requests; afterwards each has read or emitted something.
 
-        At most `most` requests. What goes wrong with one request alone ends
-        that request (`Request.error`); what goes wrong with the pass is raised, and the requests are as before then.
+        At most `most` requests. What goes wrong with one request alone ends that request (`Request.error`); what goes
+        wrong with the pass is raised, and the requests are as before then.
         """
         start = time.perf_counter()
         shares = self._read(requests)

@@ -7,30 +7,37 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from . import drafters as ways
 from . import hub
 from .backends.base import Backend
-from .backends.memory import LEAST_CONTEXT, check_fits, estimate
+from .backends.memory import LEAST_CONTEXT, Memory, check_fits, estimate, estimate_head
 from .backends.native import NativeBackend
 from .backends.reference import ReferenceBackend
 from .cache import CacheOption, cache_kind
+from .config import ModelConfig
 from .controller import MAX_DRAFT
 from .costs import kept_shape
 from .drafters.base import Drafter
 from .json_file import read_json
 from .models.loading import LoadedModel, load_model
+from .models.names import EMBEDDING, HEAD
 from .models.quantise import Precision, check_precision
 from .sampling import generation_defaults
 from .self_draft import RULE, kept_layers, pays, self_draft, smaller
 from .text.template import ChatTemplate
 from .text.tokenizer import Tokenizer, same_vocabulary
 from .types import ModelError, UsageError
+from .weights.gguf import GGUFFile
 from .weights.relaid import Relaid
 from .weights.tensor import Tensor
+
+if TYPE_CHECKING:
+    from .drafters import BlockDrafter, HeadDrafter
+    from .heads.loading import LoadedHead
 
 HEADS = ("mtp", "eagle3", "dflash")
 DRAFTERS = ("auto", *HEADS, "draft_model", "self", "ngram", "suffix", "datastore", "none")
@@ -61,28 +68,31 @@ class Options:
         draft = self.draft
         if draft not in DRAFTERS:
             raise UsageError(f"draft must be one of {', '.join(DRAFTERS)}, got {draft!r}")
-        if self.head is not None and draft not in ("auto", *HEADS):
-            raise UsageError(f"a head goes with draft='auto', {', '.join(map(repr, HEADS))}, not with {draft!r}")
         if draft in ("eagle3", "dflash") and self.head is None:
-            raise UsageError(f"draft={draft!r} needs head=PATH")
-        if self.draft_model is not None and draft not in ("auto", "draft_model"):
-            raise UsageError(f"a draft model goes with draft='auto' or 'draft_model', not with {draft!r}")
+            raise UsageError(f"draft={draft!r} needs head=PATH, a head of that kind made for this model")
         if draft == "draft_model" and self.draft_model is None:
-            raise UsageError("draft='draft_model' needs draft_model=NAME")
-        if self.datastore is not None and draft not in ("auto", "datastore"):
-            raise UsageError(f"a datastore goes with draft='auto' or 'datastore', not with {draft!r}")
+            raise UsageError("draft='draft_model' needs draft_model=NAME, a small model with the same vocabulary")
         if draft == "datastore" and self.datastore is None:
             raise UsageError("draft='datastore' needs datastore=FILE, made by `outpace index`")
-        if self.draft_layers is not None and draft != "self":
-            raise UsageError(f"draft_layers goes with draft='self', not with {draft!r}")
-        if self.draft_tokens is not None and not (
-            isinstance(self.draft_tokens, int) and 0 <= self.draft_tokens <= MAX_DRAFT
+        for name, goes_with in (
+            ("head", ("auto", *HEADS)),
+            ("draft_model", ("auto", "draft_model")),
+            ("datastore", ("auto", "datastore")),
+            ("draft_layers", ("self",)),
         ):
-            raise UsageError(f"draft_tokens must be in 0 .. {MAX_DRAFT}, got {self.draft_tokens!r}")
+            if getattr(self, name) is not None and draft not in goes_with:
+                raise UsageError(f"{name}= and draft={draft!r} exclude each other: it goes with {', '.join(goes_with)}")
+        if self.draft_tokens is not None:
+            if type(self.draft_tokens) is not int or not 0 <= self.draft_tokens <= MAX_DRAFT:
+                raise UsageError(f"draft_tokens must be in 0 .. {MAX_DRAFT}, got {self.draft_tokens!r}")
+            if draft == "none" and self.draft_tokens:
+                raise UsageError(f"draft_tokens={self.draft_tokens} needs a drafter: draft='none' excludes it")
         check_precision(self.precision)
         cache_kind(self.kv_cache, self.precision)
         if self.backend not in ("native", "reference"):
             raise UsageError(f"backend must be native or reference, got {self.backend!r}")
+        if self.backend == "reference" and self.threads is not None:
+            raise UsageError("threads= and backend='reference' exclude each other: the reference runs on one")
         if not isinstance(self.cache, bool):
             raise UsageError(f"cache must be True or False, got {self.cache!r}")
         if self.context is not None and not isinstance(self.context, int):
@@ -113,14 +123,22 @@ class _Small:
 
 def open_model(o: Options) -> Parts:
     """Reads, checks and opens everything. Raises UsageError, HubError, ModelError, CapacityError."""
+    if o.draft_tokens == 0:  # nothing is looked up or opened to draft nothing
+        o = replace(o, draft="none", head=None, draft_model=None, datastore=None, draft_layers=None)
     loaded = _files(o, o.model)
     if o.draft == "mtp" and o.head is None and not loaded.head:
         raise UsageError(f"draft='mtp' needs head=PATH: {o.model} has no head inside")
     tokenizer = load_tokenizer(loaded)
     corpus = _datastore(o, tokenizer)
     small = _small(o, loaded, tokenizer)
-    target = _target(o, loaded, small)
-    drafters: list[Drafter] = _heads(o, loaded, target)
+    head = _head(o, loaded, tokenizer)
+    target = _target(o, loaded, head, small)
+    drafters: list[Drafter] = []
+    if head is not None:
+        try:
+            drafters.append(open_head(head, loaded, target))
+        except ModelError as error:
+            _without_head(o, error)
     if small is not None:
         positions = min(target.capacity.positions, small.loaded.config.max_position_embeddings)
         model = _backend(o, small.loaded, positions, small.precision, small.variant)
@@ -143,17 +161,12 @@ def _files(o: Options, name: str | Path) -> LoadedModel:
 
 
 def _backend(
-    o: Options, loaded: LoadedModel, positions: int | None, precision: Precision, variant: str = "", beside: int = 0
+    o: Options, loaded: LoadedModel, positions: int | None, precision: Precision, variant: str = ""
 ) -> Backend:
-    """beside: bytes that another model of the same process will need."""
-    if positions is not None and not 1 <= positions <= loaded.config.max_position_embeddings:
-        limit = loaded.config.max_position_embeddings
-        raise UsageError(f"context must be in 1 .. {limit} for {loaded.path}, got {positions}")
     config, weights = loaded.config, loaded.weights
     same: dict[str, Any] = {"precision": precision, "slots": o.slots, "positions": positions, "kv_cache": o.kv_cache}
     if o.backend == "reference":
         return ReferenceBackend(config, weights, **same)
-    check_fits(loaded.path, config, weights, precision, positions, o.kv_cache, beside)
     relaid = Relaid(hub.relaid(loaded.path), loaded.path, variant=variant) if o.cache else None
     return NativeBackend(config, weights, threads=o.threads, relaid=relaid, **same)
 
@@ -185,30 +198,63 @@ def _datastore(o: Options, tokenizer: Tokenizer) -> Drafter | None:
     return ways.DatastoreDrafter(open_for(o.datastore, tokenizer, str(o.model)))
 
 
-def _target(o: Options, loaded: LoadedModel, small: _Small | None) -> Backend:
-    beside = 0
+def _target(o: Options, loaded: LoadedModel, head: LoadedHead | None, small: _Small | None) -> Backend:
+    """The model itself, if it fits together with what drafts for it."""
+    config = loaded.config
+    if o.context is not None and not 1 <= o.context <= config.max_position_embeddings:
+        limit = config.max_position_embeddings
+        raise UsageError(f"context must be in 1 .. {limit} for {loaded.path}, got {o.context}")
+    if o.backend == "native":
+        beside = _beside(o, loaded, head, small)
+        check_fits(loaded.path, config, loaded.weights, o.precision, o.context, o.kv_cache, beside)
+    return _backend(o, loaded, o.context, o.precision)
+
+
+def _beside(o: Options, loaded: LoadedModel, head: LoadedHead | None, small: _Small | None) -> int:
+    """Bytes that drafters will take, for as many tokens as the target is asked to hold."""
+    least = min(o.context or LEAST_CONTEXT, loaded.config.max_position_embeddings)
+    found = 0
+    if head is not None:
+        found += head_memory(head, loaded, o.precision, least, o.kv_cache).total
     if small is not None:
-        config = small.loaded.config
-        least = min(LEAST_CONTEXT, config.max_position_embeddings)
-        positions = min(o.context or least, least)
-        beside = estimate(config, small.loaded.weights, small.precision, positions, o.kv_cache).total
-    return _backend(o, loaded, o.context, o.precision, beside=beside)
+        config, weights = small.loaded.config, small.loaded.weights
+        least = min(least, config.max_position_embeddings)
+        found += estimate(config, weights, small.precision, least, o.kv_cache).total
+    return found
 
 
-def _heads(o: Options, loaded: LoadedModel, target: Backend) -> list[Drafter]:
-    """The drafter with the head that is given or inside the model."""
+def head_memory(
+    head: LoadedHead, loaded: LoadedModel, precision: str, context: int, kv_cache: CacheOption = "auto"
+) -> Memory:
+    """What a head will need beside its model, neither of which is touched."""
+    lm_head = loaded.weights.kind(HEAD if loaded.weights.has(HEAD) else EMBEDDING)
+    return estimate_head(head.config, head.weights, lm_head, precision, context, kv_cache)
+
+
+def _head(o: Options, loaded: LoadedModel, tokenizer: Tokenizer) -> LoadedHead | None:
+    """The head that is given or inside the model."""
     if o.head is not None:
         path = Path(o.head) if Path(o.head).exists() else hub.resolve(o.head, offline=o.offline, progress=o.progress)
-        return [open_head(path, loaded, target, o.draft)]
+        head, _ = load_calibrated(path, loaded.config, loaded.path)
+        check_vocabulary(path, loaded.path, tokenizer)
+        kind = head.config.algorithm
+        if o.draft not in ("auto", kind):
+            raise UsageError(f"{path} is a head of kind {kind}, not {o.draft}: use draft={kind!r}")
+        return head
     if not loaded.head or o.draft not in ("auto", "mtp"):
-        return []
+        return None
     try:
-        return [open_head(loaded.path, loaded, target, o.draft)]
+        return load_calibrated(loaded.path, loaded.config, loaded.path)[0]
     except ModelError as error:
-        if o.draft == "mtp":
-            raise
-        warnings.warn(f"the draft head inside the model is not used: {error}", stacklevel=4)
-        return []
+        _without_head(o, error)
+        return None
+
+
+def _without_head(o: Options, error: ModelError) -> None:
+    """A head that was asked for must be right; one that happens to be inside the model need not."""
+    if o.head is not None or o.draft == "mtp":
+        raise error
+    warnings.warn(f"the draft head inside the model is not used: {error}", stacklevel=5)
 
 
 def _shape(o: Options, loaded: LoadedModel, target: Backend) -> dict[int, float]:
@@ -218,32 +264,73 @@ def _shape(o: Options, loaded: LoadedModel, target: Backend) -> dict[int, float]
     return kept_shape(target, kept, f"{o.precision}, {o.kv_cache} cache, {how}, of {when}")
 
 
-def open_head(
-    path: Path,
-    loaded: LoadedModel,
-    target: Backend,
-    draft: str = "auto",
-    conventions: Mapping[str, Any] | None = None,
-) -> Drafter:
-    """The drafter with the learned head at `path`, which runs beside its target. draft: the algorithm that it must be
-    of, or "auto". conventions: how to read its file (heads/loading.py); by default as it was calibrated, if it was.
-    Raises UsageError for another algorithm, ModelError for a head that does not fit the model."""
+def open_head(head: LoadedHead, loaded: LoadedModel, target: Backend) -> HeadDrafter | BlockDrafter:
+    """The drafter with a learned head, which runs beside its target and takes its tensors. Raises ModelError for
+    weights that cannot be held."""
     from .backends.running_head import run_head
-    from .heads.loading import borrowed, load_head
+    from .heads.loading import borrowed
 
-    if conventions is None:
-        conventions = kept_conventions(path, loaded.path)
-    head = load_head(path, loaded.config, conventions=conventions)
-    kind = head.config.algorithm
-    if draft not in ("auto", kind):
-        raise UsageError(f"{path} is a head of kind {kind}, not {draft}: use draft={kind!r}")
     own = {name: head.weights.take_tensor(name) for name in head.weights.keys()}  # noqa: SIM118
 
     def borrow() -> Mapping[str, Tensor]:  # the target took its own
         return borrowed(head.config, load_model(loaded.path).weights, loaded.config)
 
     running = run_head(target, head.config, own, borrow, head.d2t)
-    return ways.BlockDrafter(running) if kind == "dflash" else ways.HeadDrafter(running)
+    return ways.BlockDrafter(running) if head.config.algorithm == "dflash" else ways.HeadDrafter(running)
+
+
+def check_vocabulary(head: Path, model: Path, tokenizer: Tokenizer | None = None) -> None:
+    """Raises ModelError where a head brings a tokenizer (beside its files, or in its GGUF file) of other tokens than
+    the model's, or a damaged one. tokenizer: the model's, if it is at hand. Without one there is nothing to compare."""
+    its, ours = _vocabulary_file(head), _vocabulary_file(model)
+    if its is None or ours is None or its == ours:
+        return
+    if its.name == ours.name == "tokenizer.json" and its.read_bytes() == ours.read_bytes():
+        return
+    other = _tokenizer_in(its)
+    tokenizer = _tokenizer_in(ours) if other is not None and tokenizer is None else tokenizer
+    if other is None or tokenizer is None:
+        return
+    if difference := same_vocabulary(tokenizer, other):
+        raise ModelError(f"{head}: the head is for another target: {difference}")
+
+
+def _vocabulary_file(path: Path) -> Path | None:
+    """The file that holds the tokenizer of a model or head, if there is one."""
+    if path.is_dir() and not (path / "config.json").is_file() and len(files := sorted(path.glob("*.gguf"))) == 1:
+        path = files[0]
+    if path.suffix.lower() == ".gguf":
+        return path
+    file = (path if path.is_dir() else path.parent) / "tokenizer.json"
+    return file if file.is_file() else None
+
+
+def _tokenizer_in(file: Path) -> Tokenizer | None:
+    if file.suffix.lower() != ".gguf":
+        return Tokenizer.from_folder(file.parent)
+    metadata = GGUFFile.open(file).metadata
+    try:
+        return Tokenizer.from_gguf(metadata) if "tokenizer.ggml.tokens" in metadata else None
+    except ModelError as error:
+        raise ModelError(f"{file}: {error}") from None
+
+
+def load_calibrated(path: Path, target: ModelConfig, model: Path) -> tuple[LoadedHead, dict[str, Any]]:
+    """The head at `path`, read as it was calibrated for the model, if it was, and the conventions found so.
+
+    What is kept and cannot be right (another version may have kept it) is left out with a warning. Raises as load_head.
+    """
+    from .heads.loading import load_head
+
+    if kept := kept_conventions(path, model):
+        try:
+            return load_head(path, target, conventions=kept), kept
+        except (ModelError, UsageError) as error:
+            head = load_head(path, target)  # or the files are at fault
+            again = "the head is read as its file says; outpace inspect --calibrate finds them anew"
+            warnings.warn(f"kept conventions are not used: {error}: {again}", stacklevel=5)
+            return head, {}
+    return load_head(path, target), {}
 
 
 def kept_conventions(head: Path, model: Path) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """A model drafts for itself: its own weights at 4 bits, with some layers left out if asked for. Where that pays.
 
-Neighbours: models/rounding.py makes the weights, drafters/draft_model.py drafts with them, api.py loads both models.
+Neighbours: models/rounding.py makes the weights, drafters/draft_model.py drafts with them, opening.py loads both.
 """
 
 from __future__ import annotations

@@ -7,19 +7,25 @@ and csrc/kernels.h describe. The available memory is Linux's estimate, cut by co
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..cache import CacheKind, CacheOption, cache_kind
 from ..config import ModelConfig
 from ..models.names import EMBEDDING, HEAD, expected_tensors, is_matrix
-from ..models.quantise import held_kind
+from ..models.quantise import head_precision, held_kind
 from ..types import CapacityError, size
 from ..weights.weight_map import WeightMap
 from .cgroups import OF, ROOT, control_groups
 
+if TYPE_CHECKING:
+    from ..heads.config import HeadConfig
+
 OUTS, GROUP, BLOCK = 16, 32, 64  # outputs of a block, weights of a group, positions of a cache block
 ROWS = 512  # of a pass over a long prompt
+HEAD_ROWS = 256  # of a head's
 CHUNK, PARTIALS = 256, 1 << 22  # positions of a partial result of attention, and numbers of these kept at once
 LEAST_CONTEXT = 2048  # tokens of cache that must fit, when nothing is said about the context
 _FOUR_BITS = ("Q4_0", "Q4_1")
@@ -64,11 +70,40 @@ def estimate(
     return _estimate(config, kinds, precision, context, cache_kind(kv_cache, precision))
 
 
-def _estimate(
-    config: ModelConfig, kinds: dict[str, str], precision: str, context: int | None, kv_cache: CacheKind
+def estimate_head(
+    head: HeadConfig,
+    weights: WeightMap,
+    lm_head: str,
+    precision: str,
+    context: int,
+    kv_cache: CacheOption = "auto",
 ) -> Memory:
+    """What a learned head will need beside a native model of this precision; no tensor is decoded or taken.
+
+    lm_head: the kind of the target's, of which a head without one of its own holds the draft vocabulary's rows.
+    context, kv_cache: the target's. Raises as `estimate`.
+    """
+    from ..heads.config import head_tensors
+
+    kinds, shapes, layers = {name: weights.kind(name) for name in weights}, head_tensors(head), head.layers
+    if not head.own_lm_head and head.draft_vocab_size < layers.vocab_size:
+        kinds[HEAD], shapes[HEAD] = lm_head, (head.draft_vocab_size, layers.hidden_size)
+    found = _estimate(layers, kinds, head_precision(precision), context, cache_kind(kv_cache, precision), shapes)
+    features = 4 * min(HEAD_ROWS, context) * head.feature_width
+    return replace(found, activations=_activations(layers, context, HEAD_ROWS) + features)
+
+
+def _estimate(
+    config: ModelConfig,
+    kinds: Mapping[str, str],
+    precision: str,
+    context: int | None,
+    kv_cache: CacheKind,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+) -> Memory:
+    """shapes: of the tensors; by default those of a whole model."""
     held = 0
-    for name, shape in expected_tensors(config).items():
+    for name, shape in (expected_tensors(config) if shapes is None else shapes).items():
         if len(shape) == 1:
             held += 4 * shape[0]
         else:
@@ -101,15 +136,16 @@ def _block_bytes(kind: str, width: int) -> int:
     return scales + weights * (4 if kind in _FOUR_BITS else 8)
 
 
-def _activations(config: ModelConfig, context: int) -> int:
+def _activations(config: ModelConfig, context: int, rows: int = ROWS) -> int:
     """The buffers of a long prompt's pass, and logits of the rows that a round verifies."""
     inner = max(config.intermediate_size, config.shared_expert_ffn_size)
     floats = 4 * config.hidden_size + 2 * config.q_proj_dim() + 2 * config.kv_proj_dim() + 2 * inner
     if config.num_experts:
         floats += config.num_experts_used * 2 * (config.hidden_size + config.expert_ffn_size)
     rounded = (config.hidden_size + config.q_proj_dim() + inner) // 2  # bytes and scales, in floats
-    partials = min(PARTIALS, min(ROWS, context) * config.q_proj_dim() * _ceil(context, CHUNK) // CHUNK)
-    return 4 * (min(ROWS, context) * (floats + rounded) + partials + 2 * 17 * config.vocab_size)
+    rows = min(rows, context)
+    partials = min(PARTIALS, rows * config.q_proj_dim() * _ceil(context, CHUNK) // CHUNK)
+    return 4 * (rows * (floats + rounded) + partials + 2 * 17 * config.vocab_size)
 
 
 def _ceil(value: int, step: int) -> int:
@@ -179,8 +215,8 @@ def check_fits(
     """Raises CapacityError, saying how much is missing and what would fit, when weights and cache cannot be held.
 
     context: tokens that must fit; None: LEAST_CONTEXT of them, or the model's own limit where that is less.
-    where: the model's name in the message. beside: bytes that a model which drafts for it will take. Where
-    the available memory is unknown nothing is checked.
+    where: the model's name in the message. beside: bytes that a model or a head which drafts for it will take.
+    Where the available memory is unknown nothing is checked.
     """
     available = available_memory()
     if available is None:
@@ -192,10 +228,10 @@ def check_fits(
     if wanted <= available:
         return
     if need.total <= available:
-        offer = "without the model that drafts it would fit (--draft suffix)"
+        offer = "without what drafts for it it would fit (--draft suffix)"
     else:
         offer = _what_fits(config, kinds, precision, least, kv_cache, available)
-    drafts = f", {size(beside)} for the model that drafts" if beside else ""
+    drafts = f", {size(beside)} for what drafts for it" if beside else ""
     raise CapacityError(
         f"{where} needs {size(wanted)} of memory (weights {size(need.weights)} in {precision}, cache "
         f"{size(need.cache)} for {least} tokens in {need.kv_cache}{drafts}, the rest for a pass), {size(available)} "

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from itertools import chain
 
 import numpy as np
 
@@ -17,12 +16,12 @@ from ..cache import CacheOption, cache_kind
 from ..config import ModelConfig
 from ..models.names import expected_tensors
 from ..models.quantise import Precision, check_precision
-from ..types import F32, CapacityError, UsageError
+from ..types import F32, CapacityError
 from ..weights.relaid import Part, Relaid
 from ..weights.weight_map import WeightMap
 from .base import Capacity, Pass, Rows
 from .cores import usable_cores
-from .native_core import NativeStack, _native, check_sizes, core_config, guard, index, indices, parents_of, put
+from .native_core import NativeStack, _native, check_sizes, core_config, guard, index, lay_out, put
 
 STAGES = ("rest", "projections", "attention", "mlp", "head")  # as StageClock in csrc/measure.h
 
@@ -106,33 +105,18 @@ class NativeBackend(NativeStack):
         guard(lambda: self._core.fill_slot(index(slot), index(length)))
 
     def forward(self, batch: Sequence[Rows], taps: Sequence[int] = ()) -> Pass:
-        counts = [len(share.tokens) for share in batch]
-        total = sum(counts)
-        if total > self.capacity.rows:
-            raise CapacityError(f"a pass takes at most {self.capacity.rows} rows, got {total}")
-        wanted: list[int] = []
-        start = 0
-        for share, count in zip(batch, counts, strict=True):
-            rows = range(count) if share.logits is None else share.logits
-            if share.logits is not None and any(not 0 <= row < count for row in rows):
-                raise UsageError(f"logits rows must be ascending and in 0 .. {count - 1}")
-            wanted.extend(start + row for row in rows)
-            start += count
-        tokens = indices(chain.from_iterable(share.tokens for share in batch))
-        parents = indices(
-            chain.from_iterable(
-                range(-1, count - 1) if share.parents is None else parents_of(share.parents, count)
-                for share, count in zip(batch, counts, strict=True)
-            )
-        )
+        rows = lay_out(batch, self.capacity.rows, lambda share, count: range(-1, count - 1))
         taps = [index(tap) for tap in taps]
         try:
-            logits: F32 = np.empty((len(wanted), self.config.vocab_size), dtype=np.float32)
-            tapped: F32 = np.empty((len(taps), total, self.config.hidden_size), dtype=np.float32)
+            logits: F32 = np.empty((len(rows.wanted), self.config.vocab_size), dtype=np.float32)
+            tapped: F32 = np.empty((len(taps), len(rows.tokens), self.config.hidden_size), dtype=np.float32)
         except MemoryError:
             raise CapacityError("not enough memory for the results of a pass; take fewer rows") from None
-        slots = [index(share.slot) for share in batch]
-        guard(lambda: self._core.forward(slots, counts, tokens, parents, indices(wanted), logits, list(taps), tapped))
+        guard(
+            lambda: self._core.forward(
+                rows.slots, rows.counts, rows.tokens, rows.parents, rows.wanted, logits, list(taps), tapped
+            )
+        )
         return Pass(logits, {tap: tapped[i] for i, tap in enumerate(taps)})
 
     def _place(self, parts: Sequence[Part], expected: Mapping[str, tuple[int, ...]]) -> bool:

@@ -7,7 +7,9 @@ Neighbours: native.py and native_head.py build on it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from dataclasses import dataclass
+from itertools import chain
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -27,6 +29,7 @@ except ImportError as error:
     ) from None
 
 T = TypeVar("T")
+Indices = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
 class NativeStack:
@@ -145,13 +148,66 @@ def index(value: int) -> int:
     return number if -(2**31) <= number < 2**31 else -2
 
 
-def indices(values: object) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def indices(values: object) -> Indices:
     """Whole numbers of an iterable as the core takes them."""
     return np.fromiter((index(value) for value in values), dtype=np.int64)  # type: ignore[attr-defined]
 
 
-def parents_of(parents: Sequence[int], count: int) -> Sequence[int]:
-    """The parents of `count` rows. Raises UsageError when they are not as many."""
+class Share(Protocol):
+    """What Rows and HeadRows have in common."""
+
+    @property
+    def slot(self) -> int: ...
+    @property
+    def tokens(self) -> Sequence[int]: ...
+    @property
+    def parents(self) -> Sequence[int] | None: ...
+    @property
+    def logits(self) -> Sequence[int] | None: ...
+
+
+S = TypeVar("S", bound=Share)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The rows of a pass as the core takes them; int64 arrays, wanted counted over the whole pass."""
+
+    slots: list[int]
+    counts: list[int]
+    tokens: Indices
+    parents: Indices
+    wanted: Indices
+
+
+def lay_out(batch: Sequence[S], most: int, chain_of: Callable[[S, int], Sequence[int]]) -> Layout:
+    """chain_of: the parents of a share's rows where it names none. Raises CapacityError for more than `most` rows,
+    UsageError for what does not fit together."""
+    counts = [len(share.tokens) for share in batch]
+    if sum(counts) > most:
+        raise CapacityError(f"a pass takes at most {most} rows, got {sum(counts)}")
+    wanted: list[int] = []
+    start = 0
+    for share, count in zip(batch, counts, strict=True):
+        rows = range(count) if share.logits is None else share.logits
+        if share.logits is not None and any(not 0 <= row < count for row in rows):
+            raise UsageError(f"logits rows must be ascending and in 0 .. {count - 1}")
+        wanted.extend(start + row for row in rows)
+        start += count
+    parents = (
+        chain_of(share, count) if share.parents is None else _as_many(share.parents, count)
+        for share, count in zip(batch, counts, strict=True)
+    )
+    return Layout(
+        [index(share.slot) for share in batch],
+        counts,
+        indices(chain.from_iterable(share.tokens for share in batch)),
+        indices(chain.from_iterable(parents)),
+        indices(wanted),
+    )
+
+
+def _as_many(parents: Sequence[int], count: int) -> Sequence[int]:
     if len(parents) != count:
         raise UsageError(f"parents must name an earlier row, or -1, for each row: {count} rows, {len(parents)} parents")
     return parents

@@ -12,12 +12,12 @@ import numpy as np
 
 from ..heads.config import HeadConfig, head_tensors
 from ..models.quantise import Precision, check_precision
-from ..types import F32, I64, CapacityError, UsageError
+from ..types import F32, I64, UsageError
 from ..weights.weight_map import WeightMap
 from .base import Capacity
 from .head import HeadPass, HeadRows
 from .native import NativeBackend
-from .native_core import NativeStack, _native, check_sizes, core_config, guard, index, indices, parents_of, put
+from .native_core import NativeStack, _native, check_sizes, core_config, guard, index, lay_out, put
 
 
 class NativeHead(NativeStack):
@@ -69,34 +69,22 @@ class NativeHead(NativeStack):
 
     def forward(self, batch: Sequence[HeadRows]) -> HeadPass:
         """As HeadBackend.forward."""
-        counts = [len(share.tokens) for share in batch]
-        if sum(counts) > self.capacity.rows:
-            raise CapacityError(f"a pass takes at most {self.capacity.rows} rows, got {sum(counts)}")
-        tokens: list[int] = []
-        parents: list[int] = []
-        wanted: list[int] = []
+        rows = lay_out(batch, self.capacity.rows, self._chain)
         states: tuple[list[F32], list[F32]] = [], []
-        for share, count in zip(batch, counts, strict=True):
-            start = len(tokens)
-            tokens.extend(share.tokens)
-            parents.extend(self._chain(share, count) if share.parents is None else parents_of(share.parents, count))
-            rows = range(count) if share.logits is None else share.logits
-            if share.logits is not None and any(not 0 <= row < count for row in rows):
-                raise UsageError(f"logits rows must be ascending and in 0 .. {count - 1}")
-            wanted.extend(start + row for row in rows)
+        for share, count in zip(batch, rows.counts, strict=True):
             states[share.own].append(self._states(share, count))
-        result = self._results(len(wanted))
+        result = self._results(len(rows.wanted))
         guard(
             lambda: self._core.forward(
-                [index(share.slot) for share in batch],
-                counts,
-                indices(tokens),
-                indices(parents),
+                rows.slots,
+                rows.counts,
+                rows.tokens,
+                rows.parents,
                 [share.append for share in batch],
                 [share.own for share in batch],
                 _joined(states[False], self.config.feature_width),
                 _joined(states[True], self.config.layers.hidden_size),
-                indices(wanted),
+                rows.wanted,
                 result.logits,
                 result.hidden,
             )

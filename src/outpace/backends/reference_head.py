@@ -63,7 +63,7 @@ class ReferenceHead(CacheSlots):
         head, cache, n = self._blocks(), self._slot(slot), len(features)
         self._check_states(features, n, self.config.feature_width)
         self._check_room(n, n, cache)
-        head.extend(features, [0] * n, cache)
+        head.read(features, cache)
 
     @np.errstate(over="ignore", invalid="ignore")
     def block(self, slots: Sequence[int], anchors: Sequence[int], rows: int | None = None) -> HeadPass:

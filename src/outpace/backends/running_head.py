@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from ..heads.config import HeadConfig
 from ..models.names import HEAD
+from ..models.quantise import head_precision
 from ..types import I64
 from ..weights.tensor import Tensor
 from ..weights.weight_map import WeightMap
@@ -27,14 +28,14 @@ def run_head(
     """own: the head's tensors (heads/config.py). borrow: gives the target's embedding and head, where the head has none
     of its own (loading.borrowed); asked only where the target's backend does not hold them as they are needed.
 
-    Slots and positions are the target's. Raises as NativeHead.
+    Slots and positions are the target's, the precision is as `head_precision` tells. Raises as NativeHead.
     """
     slots, positions = target.capacity.slots, target.capacity.positions
     if isinstance(target, NativeBackend):
         own = dict(own)
         if d2t is not None and not config.own_lm_head:  # the draft vocabulary's rows of the target's
-            own[HEAD] = Tensor.from_array(borrow()[HEAD].f32()[d2t])
+            own[HEAD] = borrow()[HEAD].select(d2t)
             config = replace(config, own_lm_head=True)
-        return NativeHead(target, config, WeightMap(own), d2t, precision=target.precision)
+        return NativeHead(target, config, WeightMap(own), d2t, precision=head_precision(target.precision))
     tensors = {name: tensor.f32() for name, tensor in {**borrow(), **own}.items()}
     return ReferenceHead(config, tensors, d2t, slots=slots, positions=positions)

@@ -45,8 +45,8 @@ def inspect(
     from pathlib import Path
 
     from .. import hub
-    from ..heads.loading import load_head, open_target
-    from ..opening import kept_conventions
+    from ..heads.loading import open_target
+    from ..opening import check_vocabulary, load_calibrated
     from ..types import ModelError, UsageError
 
     path = Path(head)
@@ -63,15 +63,15 @@ def inspect(
             inside = False
         if not inside:
             raise UsageError(f"{head}: say which model this head drafts for: --model NAME")
+    check_vocabulary(path, its)
     if forget:
         from ..calibrate import forget as forget_kept
 
         forget_kept(path)
     trials = _calibrate(path, its) if calibrate else []
-    kept = kept_conventions(path, its)
-    loaded = load_head(path, target, conventions=kept)
+    loaded, kept = load_calibrated(path, target, its)
     facts = describe(loaded, target, tensors)
-    for name in kept:
+    for name in facts["conventions"].keys() & kept.keys():  # d2t has none where the file has no such tensor
         facts["conventions"][name]["from"] = "calibrated"
     if calibrate:
         facts["trials"] = trials
@@ -103,18 +103,24 @@ def describe(loaded: LoadedHead, target: ModelConfig, tensors: Mapping[str, Tens
     """The facts about a head. tensors: the target's, by its file's names.
 
     bytes: of the head's own tensors. step_bytes: what one draft step (dflash: one block) reads, the target's lm_head
-    included where the head has none. target_bytes: what a pass of the target reads, all experts of a mixture.
+    included where the head has none. target_bytes: what a pass of the target reads, all experts of a mixture. memory:
+    what the head needs beside a target in int8, for one text as long as the target allows.
     """
+    from ..backends.memory import estimate_head
+
     config = loaded.config
+    lm_head = next((name for name in (*_LM_HEADS, *_EMBEDDINGS) if name in tensors), None)
+    kind = "F32" if lm_head is None else tensors[lm_head].kind
+    need = estimate_head(config, loaded.weights, kind, "int8", target.max_position_embeddings)
     own = {name: loaded.weights.take_tensor(name) for name in loaded.weights.keys()}  # noqa: SIM118
     left_out = _NOT_IN_A_STEP + (("fc.weight",) if config.algorithm != "mtp" else ())
     step = sum(t.nbytes for name, t in own.items() if name not in left_out and not name.startswith("fc_norm."))
-    lm_head = next((name for name in (*_LM_HEADS, *_EMBEDDINGS) if name in tensors), None)
     if lm_head is not None and not config.own_lm_head:
         step += tensors[lm_head].nbytes * config.draft_vocab_size // target.vocab_size
     reads = sum(t.nbytes for name, t in tensors.items() if name == lm_head or name not in _EMBEDDINGS)
     layers = config.layers
-    sizes = {"block_size": config.block_size, "mask_token": config.mask_token} if config.most_drafts else {}
+    block = config.algorithm == "dflash"
+    sizes = {"block_size": config.block_size, "mask_token": config.mask_token} if block else {}
     if config.markov != "none":
         sizes |= {"markov": config.markov, "markov_rank": config.markov_rank}  # type: ignore[dict-item]
     if config.confidence != "none":
@@ -151,6 +157,13 @@ def describe(loaded: LoadedHead, target: ModelConfig, tensors: Mapping[str, Tens
         "step_bytes": step,
         "target_bytes": reads,
         "share": round(step / reads, 4) if reads else None,
+        "memory": {
+            "precision": need.precision,
+            "context": need.context,
+            "weights": need.weights,
+            "cache": need.cache,
+            "total": need.total,
+        },
         "conventions": conventions,
     }
 
@@ -170,6 +183,11 @@ def _show(facts: dict[str, Any]) -> None:
     if facts["share"] is not None:
         unit = "a block" if facts["algorithm"] == "dflash" else "a step"
         shown["step_bytes"] += f" read by {unit}: {100 * facts['share']:.1f} % of a pass of the target"
+    need = facts["memory"]
+    shown["memory"] = (
+        f"needs {size(need['total'])} of memory: weights {size(need['weights'])} in {need['precision']}, cache "
+        f"{size(need['cache'])} for {need['context']} tokens, the rest for a pass"
+    )
     for name in ("own_embedding", "own_lm_head"):
         shown[name] = "yes" if facts[name] else "no, the target's"
     width = max(map(len, shown))

@@ -128,13 +128,16 @@ def describe(loaded: LoadedModel) -> dict[str, Any]:
 def memory(loaded: LoadedModel, precision: str, context: int | None, kv_cache: str) -> dict[str, Any]:
     """What the loaded model will hold, in bytes, and whether this machine has it (None: not known).
 
-    self_draft: what --draft self adds; None where the model has 4 bits already.
+    head: what the head inside adds, which drafts unless another drafter is asked for; None where there is none or it
+    is damaged. self_draft: what --draft self adds; None where the model has 4 bits already. total: the head included.
     """
     from ..backends.memory import available_memory, estimate
     from ..self_draft import MOST
     from ..self_draft import memory as self_memory
 
     need = estimate(loaded.config, loaded.weights, precision, context, kv_cache)  # type: ignore[arg-type]
+    head = _head_memory(loaded, precision, need.context, kv_cache)
+    total = need.total + (head or 0)
     draft, available = self_memory(loaded, context, kv_cache), available_memory()  # type: ignore[arg-type]
     return {
         "precision": precision,
@@ -144,11 +147,27 @@ def memory(loaded: LoadedModel, precision: str, context: int | None, kv_cache: s
         "cache_per_token": need.cache_per_token,
         "cache": need.cache,
         "activations": need.activations,
-        "total": need.total,
+        "head": head,
+        "total": total,
         "self_draft": draft.total if draft.weights <= MOST * need.weights else None,
         "available": available,
-        "fits": None if available is None else need.total <= available,
+        "fits": None if available is None else total <= available,
     }
+
+
+def _head_memory(loaded: LoadedModel, precision: str, context: int, kv_cache: str) -> int | None:
+    if not loaded.head:
+        return None
+    from ..heads.loading import load_head
+    from ..opening import head_memory
+    from ..types import ModelError
+
+    try:
+        head = load_head(loaded.path, loaded.config)
+    except ModelError as error:
+        note(f"the draft head inside the model is not used: {error}")
+        return None
+    return head_memory(head, loaded, precision, context, kv_cache).total  # type: ignore[arg-type]
 
 
 def memory_line(need: dict[str, Any]) -> str:
@@ -158,9 +177,10 @@ def memory_line(need: dict[str, Any]) -> str:
     fits = {None: "", True: ", fits", False: f": {size(need['total'] - (need['available'] or 0))} are missing"}
     available = "" if need["available"] is None else f"; {size(need['available'])} are available"
     drafts = "" if need["self_draft"] is None else f"; --draft self adds {size(need['self_draft'])}"
+    head = "" if need["head"] is None else f", the head inside {size(need['head'])}"
     cache = f"cache {size(need['cache'])} in {need['kv_cache']}"
     return (
         f"{size(need['total'])} in {need['precision']}: weights {size(need['weights'])}, {cache} for {need['context']} "
-        f"tokens ({size(need['cache_per_token'])} each), a pass {size(need['activations'])}{drafts}"
+        f"tokens ({size(need['cache_per_token'])} each), a pass {size(need['activations'])}{head}{drafts}"
         f"{available}{fits[need['fits']]}"
     )

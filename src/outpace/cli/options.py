@@ -5,8 +5,9 @@ Values are checked by the library (SampleOpts, `load`), so that the command line
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -74,7 +75,10 @@ class Model:
     ] = None
     draft: Annotated[
         str,
-        _model("What guesses ahead: auto, mtp, eagle3, dflash, ngram, suffix, datastore, draft_model, self or none."),
+        _model(
+            "What guesses ahead: auto (whatever is given, and the text itself), or one alone: mtp, eagle3, dflash, "
+            "ngram, suffix, datastore, draft_model, self (beside suffix); or none."
+        ),
     ] = "auto"
     head: Annotated[
         str | None, _model("A learned draft head made for the model (mtp, eagle3, dflash).", metavar="PATH")
@@ -104,36 +108,35 @@ class Model:
         from .. import api
         from ..types import UsageError
 
-        if self.draft in ("eagle3", "dflash") and self.head is None:
-            raise UsageError(f"--draft {self.draft} needs --head PATH, a head of that kind made for this model")
-        if self.head is not None and self.draft not in ("auto", "mtp", "eagle3", "dflash"):
-            raise UsageError(f"--head and --draft {self.draft} exclude each other")
-        if self.draft == "draft_model" and self.draft_model is None:
-            raise UsageError("--draft draft_model needs --draft-model NAME, a small model with the same vocabulary")
-        if self.draft_model is not None and self.draft not in ("auto", "draft_model"):
-            raise UsageError(f"--draft-model and --draft {self.draft} exclude each other")
-        if self.draft == "datastore" and self.datastore is None:
-            raise UsageError("--draft datastore needs --datastore FILE, made by `outpace index`")
-        if self.datastore is not None and self.draft not in ("auto", "datastore"):
-            raise UsageError(f"--datastore and --draft {self.draft} exclude each other")
+        try:
+            return api.load(
+                DEFAULT_MODEL if self.model is None else self.model,
+                precision=self.precision,  # type: ignore[arg-type]  # load checks it
+                draft=self.draft,
+                head=self.head,
+                draft_model=self.draft_model,
+                datastore=self.datastore,
+                draft_tokens=self.draft_tokens,
+                draft_layers=self.draft_layers,
+                context=self.context,
+                kv_cache=self.kv_cache,  # type: ignore[arg-type]
+                slots=1,
+                threads=self.threads,
+                cache=not self.no_cache,
+                offline=self.offline,
+                progress=not quiet,
+            )
+        except UsageError as error:
+            raise UsageError(_as_options(str(error))) from None
 
-        return api.load(
-            DEFAULT_MODEL if self.model is None else self.model,
-            precision=self.precision,  # type: ignore[arg-type]  # load checks it
-            draft=self.draft,
-            head=self.head,
-            draft_model=self.draft_model,
-            datastore=self.datastore,
-            draft_tokens=self.draft_tokens,
-            draft_layers=self.draft_layers,
-            context=self.context,
-            kv_cache=self.kv_cache,  # type: ignore[arg-type]
-            slots=1,
-            threads=self.threads,
-            cache=not self.no_cache,
-            offline=self.offline,
-            progress=not quiet,
-        )
+
+def _as_options(text: str) -> str:
+    """The library's names of its arguments as options: draft='eagle3' needs head=PATH -> --draft eagle3 needs --head
+    PATH."""
+    names = "|".join(field.name for field in fields(Model))
+    return re.sub(
+        rf"\b({names})=('?)(\w*)\2", lambda found: f"--{found[1].replace('_', '-')} {found[3]}".rstrip(), text
+    )
 
 
 Think = Annotated[

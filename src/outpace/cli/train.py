@@ -72,11 +72,8 @@ def _figures(made: Trained) -> dict[str, Any]:
         "positions": made.status.positions,
         "steps": made.status.step,
         "coverage": round(made.coverage, 4),
-        "tokens_per_round": {name: round(score.tokens_per_round, 3) for name, score in made.scores.items()},
-        "kept_by_position": [
-            round(kept / max(tried, 1), 3)
-            for kept, tried in zip(made.scores["all"].kept, made.scores["all"].tried, strict=True)
-        ],
+        "tokens_per_round": {name: round(each.tokens_per_round, 3) for name, each in made.held_out.items()},
+        "kept_by_position": [round(kept, 3) for kept in made.held_out["all"].kept],
     }
 
 

@@ -77,7 +77,8 @@ class BlockDrafter(FeatureReader):
                 row = row + bias
             if i < self._skip:
                 continue
-            row, sure = self._of_target(self._checked(row)), self._sure(before, state)
+            row = self._of_target(self._checked(row))
+            sure = self._sure(before, state) if chain.asks else None
             try:
                 chain.extend(row, sure)
             except NumericalError:  # the request's masks leave nothing of what this source can say

@@ -21,6 +21,11 @@ class Chain:
         self._confidence: list[float] = []
         self._reach = 1.0  # chance that all tokens so far are accepted
 
+    @property
+    def asks(self) -> bool:
+        """Whether anyone asks how sure its tokens are: nobody does of a draft of fixed length."""
+        return self._want.worth > 0.0
+
     def extend(self, logits: F32, sure: float | None = None) -> None:
         """Draws the next token from float32 [vocab_size] as the request's sampler does (coupled noise, or from q).
 
@@ -31,7 +36,7 @@ class Chain:
         want = self._want
         self.tokens.append(token)
         self._q.append(q)
-        if want.worth > 0.0:  # nobody asks how sure a draft of fixed length is
+        if self.asks:
             sure = sampler.confidence(logits, token) if sure is None else sure
             self._confidence.append(sure)
             self._reach *= sure if want.chances is None else want.chances((sure,))[0]
@@ -39,5 +44,5 @@ class Chain:
         self.goes_on = len(self.tokens) < self.room and self._reach >= want.worth + want.step
 
     def draft(self, source: str) -> Draft:
-        sure = tuple(self._confidence) if self._want.worth > 0.0 else None
+        sure = tuple(self._confidence) if self.asks else None
         return Draft(tuple(self.tokens), tuple(self._q), source=source, confidence=sure)

@@ -106,13 +106,6 @@ class HeadConfig:
         """Width of what `taps` give, concatenated."""
         return len(self.taps) * self.target_hidden_size
 
-    @property
-    def most_drafts(self) -> int | None:
-        """Tokens that one block pass can guess; None where each guess is a step of its own."""
-        if self.algorithm != "dflash":
-            return None
-        return self.block_size if self.sample_from_anchor else self.block_size - 1
-
 
 def head_tensors(config: HeadConfig) -> dict[str, tuple[int, ...]]:
     """name -> shape of every tensor of the head, d2t excepted."""

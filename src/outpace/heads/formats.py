@@ -35,7 +35,7 @@ _SILENT = {
         "num_attention_heads": 32, "max_position_embeddings": 2048,
     },
 }  # fmt: skip
-_MARKOV = {"vanilla": "vanilla", "gated": "gated", "rnn": "rnn"}
+_MARKOV = ("vanilla", "gated", "rnn")
 
 
 @dataclass(slots=True)
@@ -176,7 +176,7 @@ def _dflash_fields(found: Found, data: Mapping[str, Any], sample: bool) -> None:
     kind = read.text("markov_head_type", "vanilla").lower()
     if rank and kind not in _MARKOV:
         raise ModelError(f"markov_head_type {show(kind)} is not supported; supported: {', '.join(_MARKOV)}")
-    found.fields |= {"markov": _MARKOV[kind] if rank else "none", "markov_rank": rank}
+    found.fields |= {"markov": kind if rank else "none", "markov_rank": rank}
     if read.flag("enable_confidence_head", False):
         both = read.flag("confidence_head_with_markov", True)
         found.fields["confidence"] = "hidden_markov" if both else "hidden"

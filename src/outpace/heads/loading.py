@@ -19,7 +19,7 @@ from ..config_fields import show
 from ..json_file import read_json
 from ..models.loading import HEAD_PREFIXES, mismatches, nextn_layer
 from ..models.names import EMBEDDING, HEAD
-from ..types import F32, I64, ModelError, UsageError
+from ..types import I64, ModelError, UsageError
 from ..weights.gguf import GGUFFile
 from ..weights.safetensors import read_safetensors
 from ..weights.tensor import Tensor
@@ -109,13 +109,6 @@ def borrowed(head: HeadConfig, target: WeightMap, config: ModelConfig) -> dict[s
         if tensors[name].shape != (config.vocab_size, head.layers.hidden_size):
             raise ModelError(f"the target's {source} {list(tensors[name].shape)} does not fit the head")
     return tensors
-
-
-def shared_tensors(head: LoadedHead, target: WeightMap, config: ModelConfig) -> dict[str, F32]:
-    """Every tensor that the head computes with in float32, its own taken and the target's borrowed; for
-    reference.make_head. Raises as `borrowed`."""
-    own = {name: head.weights.take(name)[0] for name in head.weights.keys()}  # noqa: SIM118
-    return own | {name: tensor.f32() for name, tensor in borrowed(head.config, target, config).items()}
 
 
 def assemble(found: Found, target: ModelConfig, wanted: Mapping[str, Any], path: Path) -> LoadedHead:

@@ -7,7 +7,7 @@ mtp.layers.0.*, mtp.norm). How it computes: reference.py. What runs it: backends
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -54,7 +54,3 @@ class MtpHead:
         loaded = assemble(read_head({}, found, config), config, wanted, Path())
         own = {name: loaded.weights.take_tensor(name) for name in loaded.weights.keys()}  # noqa: SIM118
         return cls(loaded.config, own, borrowed(loaded.config, weights, config))
-
-    def with_layers(self, layers: ModelConfig) -> MtpHead:
-        """The same tensors under another description of its layers (a window of attention, say)."""
-        return replace(self, config=replace(self.config, layers=layers))

@@ -3,20 +3,16 @@
 The native core is tested against this file, and this file against the classes of the `speculators` package. Slot s of a
 head's cache belongs to position s of the text; the caller owns the cache, and rolling back is `cache.truncate(slots)`.
 
-    cache = head.new_cache(positions)
-    slots = head.extend(features, tokens, cache)     what the target's pass left behind, committed
-    guesses = head.draft(slots, n, choose, cache)    the cache is as before afterwards
-
-mtp and eagle3 guess step by step: slot s pairs the feature at s with the token at s + 1 and guesses the token at
-s + 2; from the second guess on, the head's own hidden state takes the feature's place.
+mtp and eagle3 guess step by step, a row each: slot s pairs the feature at s with the token at s + 1 and guesses the
+token at s + 2; from the second guess on, the head's own hidden state takes the feature's place.
 dflash guesses a block at once: its context is the features' keys and values, its rows are the anchor (the newest token)
-and mask tokens, which see the context and each other. Sources: config.py.
+and mask tokens, which see the context and each other. Sources: config.py. What runs these as a backend, and checks what
+comes in: backends/reference_head.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -25,35 +21,8 @@ from ..models.decoder import Decoder, _rotate, _sigmoid, _softmax, rms_norm
 from ..models.names import EMBEDDING, FINAL_NORM
 from ..models.quantise import FloatMatrix
 from ..models.rotary import rotary_tables
-from ..types import F32, I64, UsageError
+from ..types import F32, I64
 from .config import HeadConfig
-
-Choose = Callable[[F32], int]  # logits float32 [draft vocabulary] -> target token id
-
-
-@dataclass(frozen=True, slots=True)
-class Slots:
-    """What `extend` computed. token: the newest one, which follows the last feature.
-
-    logits: float32 [n, draft vocabulary] and hidden: float32 [n, H] of each slot; none (n = 0) for dflash.
-    """
-
-    token: int
-    logits: F32
-    hidden: F32
-
-
-@dataclass(frozen=True, slots=True)
-class Guess:
-    """One draft token: the target id chosen of logits float32 [draft vocabulary]; hidden float32 [H].
-
-    confidence: the head's own estimate that it is kept, where it has one.
-    """
-
-    token: int
-    logits: F32
-    hidden: F32
-    confidence: float | None = None
 
 
 class Head:
@@ -74,31 +43,9 @@ class Head:
         vectors = {name: array for name, array in tensors.items() if array.ndim == 1}
         self.layers = _Layers(config.layers, matrices, vectors)
 
-    def target_id(self, draft_id: int) -> int:
-        """The target's id of a draft vocabulary entry."""
-        return draft_id if self.d2t is None else int(self.d2t[draft_id])
-
     def new_cache(self, positions: int) -> KVCache:
         """An empty cache for one sequence."""
         return KVCache(self.config.layers, positions)
-
-    def extend(self, features: F32, tokens: Sequence[int], cache: KVCache) -> Slots:
-        """Commits the next n slots: features float32 [n, taps * T], tokens [n], each the one after its feature.
-
-        Raises UsageError for shapes that do not fit, CapacityError when the cache is full.
-        """
-        raise NotImplementedError
-
-    def draft(self, slots: Slots, n: int, choose: Choose, cache: KVCache) -> list[Guess]:
-        """At most n guesses for the tokens after slots.token; the cache's committed slots stay as they are."""
-        raise NotImplementedError
-
-    def _check(self, features: F32, tokens: Sequence[int]) -> None:
-        if features.shape != (len(tokens), self.config.feature_width) or not len(tokens):
-            raise UsageError(
-                f"features must be [{len(tokens)} tokens, {self.config.feature_width}] and at least one, "
-                f"got {list(features.shape)}"
-            )
 
     def _norm(self, x: F32, name: str) -> F32:
         return rms_norm(x, self.layers.vectors[name], self.config.layers.rms_norm_eps)
@@ -183,24 +130,6 @@ class _Layers(Decoder):
 class AutoregressiveHead(Head):
     """mtp and eagle3."""
 
-    def extend(self, features: F32, tokens: Sequence[int], cache: KVCache) -> Slots:
-        """As `Head.extend`."""
-        self._check(features, tokens)
-        rows = [self.step(token, self.fuse(row), cache) for token, row in zip(tokens, features, strict=True)]
-        return Slots(tokens[-1], np.stack([row[0] for row in rows]), np.stack([row[1] for row in rows]))
-
-    def draft(self, slots: Slots, n: int, choose: Choose, cache: KVCache) -> list[Guess]:
-        """As `Head.draft`."""
-        length = cache.length
-        guesses: list[Guess] = []
-        logits, hidden = slots.logits[-1], slots.hidden[-1]
-        while len(guesses) < n:
-            if guesses:
-                logits, hidden = self.step(guesses[-1].token, hidden, cache)
-            guesses.append(Guess(choose(logits), logits, hidden))
-        cache.truncate(length)
-        return guesses
-
     def fuse(self, feature: F32) -> F32:
         """The target's tapped states [taps * T] as the feature [H] of a slot."""
         if self.config.algorithm == "mtp":
@@ -211,13 +140,6 @@ class AutoregressiveHead(Head):
             parts = np.split(feature, len(self.config.taps))
             feature = np.concatenate([self._norm(part, f"fc_norm.{i}.weight") for i, part in enumerate(parts)])
         return self._matrix("fc", feature)
-
-    def step(self, token: int, hidden: F32, cache: KVCache) -> tuple[F32, F32]:
-        """The next slot, committed: token with a feature [H]. Result as `row`."""
-        cache.append(1)
-        result = self.row(token, hidden, 0, np.arange(cache.length + 1), cache)
-        cache.commit([0])
-        return result
 
     def row(self, token: int, hidden: F32, row: int, sees: I64, cache: KVCache) -> tuple[F32, F32]:
         """A pending row of the cache, which attends the places `sees`, its own last: token with a feature [H].
@@ -241,13 +163,10 @@ class AutoregressiveHead(Head):
 class BlockHead(Head):
     """dflash, with DSpark's Markov and confidence heads."""
 
-    def extend(self, features: F32, tokens: Sequence[int], cache: KVCache) -> Slots:
-        """As `Head.extend`."""
-        self._check(features, tokens)
+    def read(self, features: F32, cache: KVCache) -> None:
+        """Commits the slots of features float32 [n, taps * T]. Raises CapacityError when the cache is full."""
         for feature in features:
             self.layers.context(self._norm(self._matrix("fc", feature), "hidden_norm.weight"), cache)
-        none = np.zeros((0, self.config.draft_vocab_size), np.float32)
-        return Slots(tokens[-1], none, np.zeros((0, self.config.layers.hidden_size), np.float32))
 
     def block(self, anchor: int, cache: KVCache, rows: int | None = None) -> F32:
         """The final hidden states [rows, H] of a block (all of it by default) that begins with the anchor."""
@@ -256,26 +175,6 @@ class BlockHead(Head):
         tokens = [anchor] + [config.mask_token] * (rows - 1)
         x = np.stack([self.layers.matrices[EMBEDDING].row(token) for token in tokens])
         return self._norm(self.layers.block(x, not config.sliding_window_non_causal, cache), FINAL_NORM)
-
-    def draft(self, slots: Slots, n: int, choose: Choose, cache: KVCache) -> list[Guess]:
-        """As `Head.draft`; at most config.most_drafts. The block is computed whole: its rows see each other."""
-        skip = 0 if self.config.sample_from_anchor else 1
-        guesses: list[Guess] = []
-        before, state = slots.token, self.first_state()
-        hidden = self.block(slots.token, cache)
-        if skip:
-            _, state = self.markov(before, hidden[0], state)
-        for row in hidden[skip : skip + n]:
-            bias, state = self.markov(before, row, state)
-            logits = self.layers.logits(row) + bias
-            confidence = self.confidence(before, row)
-            before = choose(logits)
-            guesses.append(Guess(before, logits, row, confidence))
-        return guesses
-
-    def first_state(self) -> F32:
-        """What the recurrent Markov head begins a block with: zeros [R]."""
-        return np.zeros(self.config.markov_rank, np.float32)
 
     def markov(self, before: int, hidden: F32, state: F32) -> tuple[F32, F32]:
         """The bias [draft vocabulary] on a row's logits by the token before it, and the state [R] for the next row."""

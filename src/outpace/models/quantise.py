@@ -52,6 +52,12 @@ def held_kind(kind: str, precision: str) -> str:
     return "F16" if kind == "F16" else "BF16"
 
 
+def head_precision(target: str) -> Precision:
+    """What a learned head is held in beside a target of this precision: 8 bits at least. A head is a few layers of the
+    target's many, so that rounding it to 4 gains little speed and costs much of what it guesses right."""
+    return "int8" if target == "int4" else check_precision(target)
+
+
 def held(tensor: Tensor, precision: str, name: str = "without a name") -> Tensor | Groups | Supers:
     """A matrix as held_kind tells, ready to multiply with: floats as a Tensor (F32, F16, BF16), or groups.
 

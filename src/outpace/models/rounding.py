@@ -5,7 +5,7 @@ matter more. So a short text is read first, layer by layer in float32, and the m
 group of 32 weights then gets the scale for which the sum of squared errors, weighed by them, is least. The text need
 not be the user's.
 
-Neighbours: quantise.py has the plain rules, decoder.py reads the text, api.py loads what is made here as any other
+Neighbours: quantise.py has the plain rules, decoder.py reads the text, opening.py loads what is made here as any other
 model. Sources: weighing squared errors by second moments of the inputs is the diagonal of GPTQ's Hessian (Frantar et
 al. 2022, arXiv 2210.17323; the whole of it agreed less here: docs/LOG.md). Layers left out: Zhang et al. 2023 (Draft &
 Verify, arXiv 2309.08168), Elhoushi et al. 2024 (LayerSkip, arXiv 2404.16710).

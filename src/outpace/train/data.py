@@ -91,12 +91,13 @@ def record(
     shards: list[dict[str, int]] = index["shards"]
     done = sum(shard["answers"] for shard in shards)
     spent = sum(shard["milliseconds"] for shard in shards) / 1000
+    first = shards[-1]["next"] if shards else 0
+    composed = islice(compose(seed), first, None)
     while (tokens is None or done < tokens) and (seconds is None or spent < seconds):
-        first = shards[-1]["next"] if shards else 0
         _check_space(folder, len(taps) * model.config.hidden_size)
-        prompts = islice(compose(seed), first, first + SHARD_PROMPTS)
         asked = [
-            (p, SampleOpts(temperature=TEMPERATURE if i % 2 else 0.0, seed=i)) for i, p in enumerate(prompts, first)
+            (prompt, SampleOpts(temperature=TEMPERATURE if i % 2 else 0.0, seed=i))
+            for i, prompt in enumerate(islice(composed, SHARD_PROMPTS), first)
         ]
         answers: list[Example] = []
         part_begin = time.monotonic()
@@ -119,6 +120,7 @@ def record(
             shards.append(_write(folder, len(shards), answers) | facts_of_it)
             with replacing(folder / INDEX) as file:
                 file.write(json.dumps(index, indent=1).encode())
+        first += SHARD_PROMPTS
         if interrupted is not None:
             raise interrupted
     return done
@@ -150,9 +152,10 @@ def answered(
             while waiting and len(running) < model.target.capacity.slots:
                 prompt, given, opts = waiting.popleft()
                 ids = model.chat_ids(prompt.messages(given))
-                if len(ids) > PROMPT_TOKENS:
-                    continue
                 limit = ANSWER_TOKENS if len(given) + 1 == len(prompt.turns) else TURN_TOKENS
+                limit = min(limit, model.target.capacity.positions - len(ids))
+                if len(ids) > PROMPT_TOKENS or limit < SHORTEST:
+                    continue
                 request = engine.submit(ids, replace(opts, max_tokens=limit), taps=taps, speculate=False)
                 running[id(request)] = (request, prompt, given, opts)
             for request in engine.step():

@@ -7,6 +7,7 @@ go on lies in checkpoint.pt; the head of that moment lies beside it, ready for u
 
 from __future__ import annotations
 
+import io
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -41,10 +42,10 @@ class Recipe:
     """
 
     vocabulary: int = 8192
-    positions: int = 2048
+    positions: int = 1024
     stages: tuple[tuple[float, int], ...] = ((0.0, 1), (0.4, 3), (0.8, 5))
     step_weight: float = 0.8
-    rate: float = 1e-3
+    rate: float = 5e-4
     warmup: float = 0.02
     last: float = 0.05
     checked: int = 50
@@ -163,8 +164,10 @@ class Trainer:
             "taps": list(self.config.taps),
             "status": {name: getattr(self.status, name) for name in Status.__slots__},
         }
+        written = io.BytesIO()
+        torch.save(state, written)
         with replacing(self.out / CHECKPOINT) as file:
-            torch.save(state, file)
+            file.write(written.getbuffer())
         export_head(self.out, self.config, self.head.arrays(), self.d2t, self.name)
 
     def _saved(self, resume: bool) -> dict[str, Any] | None:

@@ -7,7 +7,7 @@ that it can be stopped at any time and go on.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,9 @@ from ..api import load
 from ..backends.cores import usable_cores
 from ..bench.prompts import CLASSES, held_out
 from ..models.quantise import Precision
-from ..types import SampleOpts, UsageError
-from .data import Example, Shards, answered, fingerprint, record
-from .evaluate import Score, score
+from ..types import SampleOpts, Stats, UsageError
+from .data import Shards, fingerprint, record
 from .loop import CHECKPOINT, Recipe, Status, Trainer
-from .prompts import Prompt
 from .target import Target, default_taps
 from .torch_or_say import torch
 
@@ -28,19 +26,49 @@ KINDS = ("eagle3",)
 PRECISION: Precision = "int8"  # what the target answers with: as `outpace generate` does
 SLOTS = 32  # answers at once: more give no more tokens per second
 CONTEXT = 1024
+DRAFTS, MEASURED_TOKENS = 7, 200  # a chain's guesses and an answer's tokens, on the held-out prompts
 
 Show = Callable[[str, float, str], None]  # what is being done, the part that is done, and how it stands
 
 
+@dataclass(slots=True)
+class Measured:
+    """Decoding with a head. drafted[i], accepted[i]: of guess i + 1."""
+
+    tokens: int = 0
+    rounds: int = 0
+    drafted: list[int] = field(default_factory=lambda: [0] * DRAFTS)
+    accepted: list[int] = field(default_factory=lambda: [0] * DRAFTS)
+
+    @property
+    def tokens_per_round(self) -> float:
+        """The target's own token included."""
+        return self.tokens / self.rounds if self.rounds else 0.0
+
+    @property
+    def kept(self) -> list[float]:
+        """For each place of a chain, how often its guess was kept where those before it were."""
+        reached = [self.drafted[0], *self.accepted[:-1]]
+        return [kept / max(count, 1) for kept, count in zip(self.accepted, reached, strict=True)]
+
+    def add(self, stats: Stats) -> None:
+        """One answer."""
+        self.tokens += stats.tokens
+        self.rounds += stats.rounds
+        for totals, counts in ((self.drafted, stats.drafted_at), (self.accepted, stats.accepted_at)):
+            for i, count in enumerate(counts):
+                totals[i] += count
+
+
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What a run gave. scores: by class of the held-out prompts, and "all". coverage: of the draft vocabulary."""
+    """What a run gave. held_out: by class of the held-out prompts, and "all". coverage: of the draft vocabulary."""
 
     folder: Path
     answers: int
     status: Status
     coverage: float
-    scores: dict[str, Score]
+    held_out: dict[str, Measured]
 
 
 def train(
@@ -90,15 +118,7 @@ def train(
                 tell("data", spent / seconds, f"{tokens:,} tokens, {prompts:,} prompts, {rate:.0f} tokens/s")
 
             record(model, data, made_by=made_by, taps=taps, seed=seed, seconds=seconds, progress=making)
-        shards = Shards(data, made_by)
-        questions = held_out()
-        asked = [(Prompt(q.kind, (q.messages[-1]["content"],)), SampleOpts.greedy()) for q in questions]
-        test: dict[str, list[Example]] = {}
-        for name in CLASSES:
-            of_it = [pair for pair in asked if pair[0].kind == name]
-            test[name] = list(answered(model, of_it, taps))
-            tell("held-out answers", len(test) / len(CLASSES), name)
-
+    shards = Shards(data, made_by)
     resumed = resume and (out / CHECKPOINT).exists()
     trainer = Trainer(parts, shards, out, name=target, seed=seed, recipe=recipe or Recipe(), resume=resumed)
     seconds = 60 * (minutes - data_minutes)
@@ -110,7 +130,25 @@ def train(
         tell("training", status.seconds / seconds, how)
 
     status = trainer.run(seconds, training)
-    scores = {name: score(trainer.head, trainer.lm_head.float(), trainer.d2t, test[name]) for name in CLASSES}
-    everything = [sequence for name in CLASSES for sequence in test[name]]
-    scores["all"] = score(trainer.head, trainer.lm_head.float(), trainer.d2t, everything)
-    return Trained(out, shards.answers, status, trainer.coverage, scores)
+    tell("held-out prompts", 0.0, "decoding them with the head")
+    return Trained(out, shards.answers, status, trainer.coverage, measure(target, out, threads))
+
+
+def measure(target: str, head: Path, threads: int | None = None, most: int = MEASURED_TOKENS) -> dict[str, Measured]:
+    """Decodes the held-out prompts greedily with chains of seven guesses of a head, with the engine that users run.
+
+    most: tokens of an answer. By class, and "all".
+    """
+    found = {name: Measured() for name in (*CLASSES, "all")}
+    more: dict[str, Any] = {"slots": 8, "threads": threads, "progress": False}
+    with load(target, precision=PRECISION, head=head, draft=KINDS[0], draft_tokens=DRAFTS, **more) as model:
+        for name in CLASSES:
+            prompts = [model.chat_ids(list(prompt.messages)) for prompt in held_out() if prompt.kind == name]
+            rooms = [min(most, model.target.capacity.positions - len(prompt)) for prompt in prompts]
+            asked = [
+                (p, SampleOpts.greedy(max_tokens=room)) for p, room in zip(prompts, rooms, strict=True) if room > 0
+            ]
+            for result in model.generate_many([p for p, _ in asked], [opts for _, opts in asked]):
+                for into in (found[name], found["all"]):
+                    into.add(result.stats)
+    return found

@@ -1,6 +1,6 @@
 """Weights as the kernels want them, kept in a file between two starts, so that the second one only maps them.
 
-Neighbours: backends/native.py lays weights out and hands over the parts; api.py says where the files lie (hub.relaid).
+Neighbours: backends/native.py lays weights out and hands over the parts; opening.py says where they lie (hub.relaid).
 Knows neither models nor kernels: a part is a name, a form (a few numbers that only the backend understands) and bytes.
 
 The file: MAGIC, length and CRC-32 of the head (8 and 4 bytes), the head (JSON: the key, and for each part its name,
