@@ -391,7 +391,7 @@ def test_a_block_is_drawn_with_the_markov_head_and_ends_where_its_own_confidence
     assert max(head.rows) <= 5
     head.sure = lambda before: float("nan")
     with pytest.raises(NumericalError, match="confidence is no number"):
-        drafter.propose([Want(states[0], 2, 3, 0.5)])
+        drafts_of(drafter.propose([Want(states[0], 2, 3, 0.5)]))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
