@@ -73,7 +73,7 @@ def test_speeds_and_perplexity_are_read_from_the_tools(
     entries = "".join(f'{{"n_prompt": {n}, "n_gen": 0, "samples_ts": [{n}.5, 1]}},' for n in (8, 64, 512))
     tool(tmp_path, "llama-bench", f"""echo '[{entries} {{"n_prompt": 0, "n_gen": 4, "samples_ts": [2, 4]}}]'""")
     tool(tmp_path, "llama-perplexity", "echo 'Final estimate: PPL = 13.2500 +/- 0.3' >&2")
-    found = script.compare(tmp_path / "m.gguf", target, blocks=1, generated=4, repeats=2)
+    found = script.compare(tmp_path / "m.gguf", target, blocks=1, prompts=script.PROMPTS, generated=4, repeats=2)
     assert found["samples"]["llama_cpp"] == {
         "prompt 8": [8.5, 1, 8.5, 1],
         "prompt 64": [64.5, 1, 64.5, 1],
@@ -87,14 +87,17 @@ def test_speeds_and_perplexity_are_read_from_the_tools(
     assert found["rows 8"]["llama_cpp"] == pytest.approx(8 * 3 / 4.75)
     assert found["decode"]["ratio"] == found["decode"]["outpace"] / 3
     assert script.their_perplexity(tmp_path / "m.gguf", tmp_path / "t.txt", 2) == 13.25
+    tool(tmp_path, "llama-bench", """echo '[{"n_prompt": 0, "n_gen": 4, "samples_ts": [2, 4]}]'""")
+    alone = script.compare(tmp_path / "m.gguf", target, blocks=1, prompts=(), generated=4, repeats=2)
+    assert set(alone) == {"decode", "best", "samples"}
 
 
 def test_a_missing_or_failing_tool_is_one_line(script: ModuleType, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"llama-bench is missing: run scripts/build_llama_cpp\.sh"):
-        script.theirs(tmp_path / "m.gguf", 2, 4, 1)
+        script.theirs(tmp_path / "m.gguf", 2, (8,), 4, 1)
     tool(tmp_path, "llama-bench", "echo details >&2; echo 'no such model' >&2; exit 1")
     with pytest.raises(SystemExit, match="llama-bench failed: no such model"):
-        script.theirs(tmp_path / "m.gguf", 2, 4, 1)
+        script.theirs(tmp_path / "m.gguf", 2, (8,), 4, 1)
     tool(tmp_path, "llama-perplexity", "echo nothing")
     with pytest.raises(SystemExit, match="no estimate"):
         script.their_perplexity(tmp_path / "m.gguf", tmp_path / "t.txt", 2)

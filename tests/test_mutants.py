@@ -223,7 +223,7 @@ MUTANTS: dict[str, Mutant] = {
         test_head_drafters.test_what_fails_for_one_text_leaves_the_others_their_drafts, ("block", "nan", "rejection")),
     "candidates are the most probable tokens, whatever the noise": Mutant(
         "sampling", "pace = pace / exponentials(self.noise.key(Stream.TOKEN, place), tokens)", "pass",
-        test_sampling.test_native_candidates_are_the_references, ({"temperature": 1.0}, None)),
+        test_sampling.test_native_candidates_are_the_references, ((("temperature", 1.0),), None)),
     "bans are forgotten where only a head's tokens are looked at": Mutant(
         "sampling", "self._touched[1]\n            or", "False\n            or",
         test_sampling.test_candidates_of_some_tokens_alone_are_only_for_logits_that_stay_as_they_are),

@@ -398,19 +398,19 @@ def test_candidates_of_broken_logits_are_errors() -> None:
 @pytest.mark.parametrize(
     "opts",
     [
-        {"temperature": 0.0},
-        {"temperature": 1.0},
-        {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
-        {"temperature": 1.3, "min_p": 0.02},
-        {"temperature": 2.0, "top_k": 3},
-        {"temperature": 1.0, "top_p": 0.8, "min_p": 0.01},
+        (("temperature", 0.0),),
+        (("temperature", 1.0),),
+        (("temperature", 0.6), ("top_k", 20), ("top_p", 0.95)),
+        (("temperature", 1.3), ("min_p", 0.02)),
+        (("temperature", 2.0), ("top_k", 3)),
+        (("temperature", 1.0), ("top_p", 0.8), ("min_p", 0.01)),
     ],
 )
 @pytest.mark.parametrize("some", [None, 5, 40, 700])
-def test_native_candidates_are_the_references(opts: dict[str, Any], some: int | None) -> None:
+def test_native_candidates_are_the_references(opts: tuple[tuple[str, Any], ...], some: int | None) -> None:
     vocab, rng = 900, np.random.default_rng(some or 1)
     for seed in range(12):
-        native, reference = (Sampler(SampleOpts(seed=seed, **opts), vocab, native=fast) for fast in (True, False))
+        native, reference = (Sampler(SampleOpts(seed=seed, **dict(opts)), vocab, native=fast) for fast in (True, False))
         logits = (4 * rng.standard_normal(some or vocab)).astype(np.float32)
         ids, row = None, logits
         if some is not None:
