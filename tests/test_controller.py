@@ -534,3 +534,34 @@ def test_a_trial_that_went_better_than_expected_is_a_surprise() -> None:
     assert evidence.surprised("a")
     evidence.observe(Draft((1,), source="a"), (2,), asked=1, verified=1)
     assert not evidence.surprised("a")
+
+
+def test_sources_that_do_not_pay_rest_and_requests_of_fixed_length_never_do() -> None:
+    controller, steady = Controller(), Evidence()
+    steady.steady = True
+    for rows in range(1, 20):
+        controller.costs.add_pass(rows, float(rows))  # a pass a row: no draft pays
+    for tokens in (1, 4, 1):
+        controller.costs.add_draft("a", tokens, 0.5 * tokens, depth=tokens, requests=1)
+    request = controller.track()
+    rested = looked = 0
+    for _ in range(200):
+        resting = controller.rests(request)
+        assert not controller.rests(steady)
+        (choice,) = controller.choose([Ask(request, 8, [] if resting else [offer([0.5] * 8)])])
+        if choice.asks:
+            assert not resting
+            controller.evidence.observe(Draft((1,), source="a"), (2,), asked=1, verified=1)
+        rested += resting
+        looked += not resting
+    assert rested > 5 * looked
+    # What pays is looked at in every round.
+    cheap = Controller()
+    for rows in range(1, 20):
+        cheap.costs.add_pass(rows, 1.0 + 0.01 * rows)
+    for tokens in (1, 4, 1):
+        cheap.costs.add_draft("a", tokens, 0.01 * tokens, depth=tokens, requests=1)
+    for _ in range(50):
+        assert not cheap.rests(request)
+        cheap.choose([Ask(cheap.track(), 8, [offer([0.9] * 8)])])
+    assert not Controller(fixed=3).rests(request)

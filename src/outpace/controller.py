@@ -30,6 +30,7 @@ FIXED_DRAFT = 4  # length for the rejection and block rules
 _ANCHOR_EVERY = 128  # rounds with drafts between two measurements of the plain round
 _PROBE_SHARE = 0.01  # of the tokens per second may be spent on trying sources that do not promise to pay
 _NOTHING = 1e-9  # a worth that every token has
+_REST = 7  # rounds after one in which no draft promised to pay
 _PROBE_EVERY = 8, 1024  # ... but not more often, nor more seldom, in rounds
 
 
@@ -89,6 +90,12 @@ class Controller:
         self.evidence = Evidence()
         self._since_plain: dict[int, int] = {}  # rows without drafts -> rounds with since that pass was measured
         self._idle = 0  # rounds in which no source that costs something was chosen
+        self._rest = 0  # further rounds in which none is looked at
+
+    def rests(self, evidence: Evidence) -> bool:
+        """Whether sources that cost something need not be offered for a request now: they did not pay a moment ago, and
+        nothing was learnt of them since. Looking at them takes as long as a tenth of a small model's pass."""
+        return self._rest > 0 and self.fixed is None and not evidence.steady
 
     def track(self) -> Evidence:
         """The evidence of a new request."""
@@ -97,6 +104,7 @@ class Controller:
     def choose(self, asks: Sequence[Ask], rows: int = 0, others: int = 0) -> list[Choice]:
         """A choice for each request. rows: of the pass besides one for each of these requests: `others` requests, and
         what they and these read of prompts."""
+        self._rest = max(0, self._rest - 1)
         choices = [self._steady(ask) for ask in asks]
         free = [i for i, ask in enumerate(asks) if not self._is_steady(ask)]
         base = rows + len(asks) + sum(choice.length for choice in choices)
@@ -150,6 +158,7 @@ class Controller:
         none = [Choice() for _ in asks]
         most = max((len(offer.gains) for ask in asks for offer in ask.offers), default=0)
         if not most:
+            self._idle += 1
             return none
         if not reading and (not self.costs.knows(base) or self._since_plain.get(base, 0) >= _ANCHOR_EVERY):
             self._since_plain[base] = 0
@@ -160,6 +169,8 @@ class Controller:
         self._probe(planner, plan, asks, choices)
         if any(choice.length for choice in choices):
             self._since_plain[base] = self._since_plain.get(base, 0) + 1
+        elif not self._rest and not any(ask.evidence.surprised(o.source) for ask in asks for o in ask.offers):
+            self._rest = _REST
         return choices
 
     def _is_new(self, offer: Offer) -> bool:

@@ -104,6 +104,8 @@ class Proposer:
                         asks[i].offers.append(_made(draft, asks[i].evidence, main))
             else:
                 for i in able:
+                    if self._controller.rests(asks[i].evidence):
+                        continue
                     gains = asks[i].evidence.gains(drafter.name, asks[i].most)
                     rows = asks[i].evidence.rows(drafter.name, len(gains))
                     asks[i].offers.append(Offer(drafter.name, gains, main=main, rows=rows))
