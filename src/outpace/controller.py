@@ -30,6 +30,7 @@ FIXED_DRAFT = 4  # length for the rejection and block rules
 _ANCHOR_EVERY = 128  # rounds with drafts between two measurements of the plain round
 _PROBE_SHARE = 0.01  # of the tokens per second may be spent on trying sources that do not promise to pay
 _NOTHING = 1e-9  # a worth that every token has
+_MARGIN = 1.02  # by which drafts that cost something must promise more than none
 _REST = 7  # rounds after one in which no draft promised to pay
 _PROBE_EVERY = 8, 1024  # ... but not more often, nor more seldom, in rounds
 
@@ -225,6 +226,13 @@ class _Plan:
         return [self.order.count(i) for i in range(len(self.offers))]
 
 
+def _sure_rate(plan: _Plan) -> float:
+    """Tokens a second; of a plan with drafts that cost something a little less: the best of several guesses is, on
+    average, less good than it looks."""
+    costly = any(offer is not None and offer.draft is None for offer in plan.offers) and bool(plan.order)
+    return plan.rate / _MARGIN if costly else plan.rate
+
+
 class _Planner:
     """Plans of one pass. sure: tokens that it emits without any draft. rows_s: its seconds by rows of drafts."""
 
@@ -234,14 +242,13 @@ class _Planner:
     def best(self, offers: Sequence[Sequence[Offer]]) -> _Plan:
         """The plan with the most expected tokens a second. offers: of each request."""
         if len(offers) == 1:
-            plans = [self.plan([offer]) for offer in offers[0]] or [self.plan([None])]
-            return max(plans, key=lambda each: each.rate)
+            return max([self.plan([None]), *(self.plan([offer]) for offer in offers[0])], key=_sure_rate)
         picked = [self._pick(each) for each in offers]
         plan = self.plan(picked)
         if any(offer is not None and offer.draft is None for offer in picked):
             # A draft that costs something may pay for itself and yet stand in the way of those that do not.
             free = self.plan([self._pick([o for o in each if o.draft is not None]) for each in offers])
-            plan = max(free, plan, key=lambda each: each.rate)
+            plan = max(free, plan, key=_sure_rate)
         return plan
 
     def _pick(self, offers: Sequence[Offer]) -> Offer | None:

@@ -73,11 +73,12 @@ class Proposer:
         self, requests: Sequence[Drafting], limits: Sequence[int], rows: int = 0, others: int = 0
     ) -> list[Proposal]:
         """The proposal of each request, of at most so many tokens. rows, others: see Controller.choose."""
+        began = time.perf_counter()
         proposals = [Proposal() for _ in requests]
         asks = [Ask(request.evidence, most, []) for request, most in zip(requests, limits, strict=True)]
         self._offer(requests, asks, proposals)
         choices = self._controller.choose(asks, rows, others)
-        made = self._draft_chosen(requests, choices, proposals)
+        made = self._draft_chosen(requests, choices, proposals, began)
         for proposal, (offer, length) in zip(
             proposals, self._controller.settle(asks, choices, made, rows, others), strict=True
         ):
@@ -111,9 +112,10 @@ class Proposer:
                     asks[i].offers.append(Offer(drafter.name, gains, main=main, rows=rows))
 
     def _draft_chosen(
-        self, requests: Sequence[Drafting], choices: Sequence[Choice], proposals: Sequence[Proposal]
+        self, requests: Sequence[Drafting], choices: Sequence[Choice], proposals: Sequence[Proposal], began: float
     ) -> list[Offer | None]:
-        """Third step: the drafts of chosen sources that cost something, timed; None for requests without."""
+        """Third step: the drafts of chosen sources that cost something; None for requests without. Timed since `began`:
+        a small model's pass is short enough for the choosing to count."""
         made: list[Offer | None] = [None] * len(requests)
         for drafter in self._drafters:
             chosen = [i for i, choice in enumerate(choices) if choice.asks == drafter.name]
@@ -122,9 +124,9 @@ class Proposer:
             wanted = [(requests[i], _want(requests[i], choices[i])) for i in chosen]
             # A source that did not draft in the last round has first to read what came since.
             behind = any(requests[i].drafted_by != drafter.name for i in chosen)
-            start = time.perf_counter()
             found = self._draft(drafter, wanted)
-            seconds = time.perf_counter() - start
+            now = time.perf_counter()
+            seconds, began = now - began, now
             drafts = {i: draft for i, draft in zip(chosen, found, strict=True) if draft is not None}
             if len(drafts) == len(chosen):  # of drafts that failed neither their time nor their tokens say anything
                 tokens = max(1, sum(map(len, drafts.values())))  # a draft that came to nothing took its time, too
