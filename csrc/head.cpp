@@ -155,7 +155,7 @@ void Head::forward(const std::vector<HeadShare>& shares, const std::vector<int>&
     });
     const Input input = quantised(pair, 2 * static_cast<size_t>(n), rows, 2 * n);
     if (mtp) multiply_all(fc_, input, x, n);
-    run_layers(mtp ? nullptr : &input, [](int) {});
+    run_layers(mtp ? nullptr : &input, [](int) {}, wanted.empty());
     if (!wanted.empty()) {
         gather(wanted);
         finish(static_cast<int>(wanted.size()), shape_.norm_output, logits, hidden);

@@ -385,12 +385,17 @@ void Stack::gather(const std::vector<int>& wanted) {
     }
 }
 
-void Stack::run_layers(const Input* first, const std::function<void(int)>& after) {
+void Stack::run_layers(const Input* first, const std::function<void(int)>& after, bool keep_only) {
     const int rows = static_cast<int>(rows_.size());
     rotary_tables();
     for (int i = 0; i < config_.layers; ++i) {
         clock_.enter(StageClock::PROJECTIONS);
-        attention(i, i == 0 && first ? *first : norm(x_.data(), layers_[i].attention_norm, rows));
+        const Input normed = i == 0 && first ? *first : norm(x_.data(), layers_[i].attention_norm, rows);
+        if (keep_only && i + 1 == config_.layers) {
+            project(i, normed, false);
+            break;
+        }
+        attention(i, normed);
         clock_.enter(StageClock::MLP);
         const Input input = norm(x_.data(), layers_[i].mlp_norm, rows);
         if (config_.moe[i]) {

@@ -125,8 +125,9 @@ class Stack : public Weights {
     // The rows of the pass that was laid out are pending from here on: called when all of them are computed.
     void pend(const std::vector<Share>& shares);
     // x_ [rows_][hidden_size] through all layers. first: what the first layer's attention reads in place of the
-    // normalised x_, or null. after(i): called when x_ is the output of layer i.
-    void run_layers(const Input* first, const std::function<void(int)>& after);
+    // normalised x_, or null. after(i): called when x_ is the output of layer i. keep_only: nobody wants the output of the
+    // last layer, which then only keeps its keys and values.
+    void run_layers(const Input* first, const std::function<void(int)>& after, bool keep_only = false);
     // Keys and values of a layer, made of `input`, into the cache; with `queries` also q_.
     void project(int layer, const Input& input, bool queries);
     void rotary_tables();

@@ -172,7 +172,7 @@ def main() -> None:
     found: dict[str, Any] = {
         "processor": processor(),
         "threads": args.threads,
-        "head": str(args.head or ""),
+        "head": args.head.name if args.head else "",
         "files": {},
     }
     for file in args.files:

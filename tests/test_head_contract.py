@@ -347,3 +347,20 @@ def test_what_a_head_lacks_is_named() -> None:
         NativeHead(target, config, WeightMap.from_tensors(arrays), d2t(config))
     with pytest.raises(UsageError, match="d2t"):
         NativeHead(target, config, WeightMap.from_tensors(random_head(config)), None)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_rows_whose_results_nobody_wants_keep_the_same_keys_and_values(
+    make: Callable[..., HeadBackend], name: str
+) -> None:
+    head, states = make(HEADS[name]), features(HEADS[name])
+    seen = []
+    for wanted in ([], None, [2]):
+        slot = head.new_slot()
+        result = head.forward([HeadRows(slot, TOKENS[:-1], states[:-1], logits=wanted)])
+        assert len(result.logits) == (len(TOKENS) - 1 if wanted is None else len(wanted))
+        head.commit(slot, range(len(TOKENS) - 1))
+        seen.append(head.forward([HeadRows(slot, TOKENS[-1:], states[-1:])]))
+    for other in seen[1:]:
+        same(seen[0].logits, other.logits)
+        same(seen[0].hidden, other.hidden)

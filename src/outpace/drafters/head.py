@@ -21,6 +21,7 @@ from ..types import F32, Draft, NumericalError, UsageError
 from .base import Failed, State, Want, apart
 from .tree import ROOT, Tree
 
+_LONG = 16  # rows that are read together with the one that is drafted from
 _READ_ROWS = 256  # of a pass that catches up
 
 
@@ -61,6 +62,7 @@ class FeatureReader:
                 if state not in failed:
                     with apart(failed, state):
                         n = min(budget, self._readable(state))
+                        n -= n > _LONG  # rows that nobody asks the results of cost half: the newest goes alone
                 if n > 0:
                     budget -= n
                     batch.append((state, n))
