@@ -219,7 +219,7 @@ MUTANTS: dict[str, Mutant] = {
         test_head_drafters.test_what_fails_for_one_text_leaves_the_others_their_drafts,
         ("tree", "constraint", "rejection")),
     "what fails for one text fails for all of its blocks": Mutant(
-        "drafters.block", "            with apart(failed, chain.state):\n", "            if True:\n",
+        "drafters.block", "            with apart(failed, draft.state):\n", "            if True:\n",
         test_head_drafters.test_what_fails_for_one_text_leaves_the_others_their_drafts, ("block", "nan", "rejection")),
     "candidates are the most probable tokens, whatever the noise": Mutant(
         "sampling", "pace = pace / exponentials(self.noise.key(Stream.TOKEN, place), tokens)", "pass",
