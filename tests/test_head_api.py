@@ -203,7 +203,7 @@ def test_to_draft_nothing_nothing_is_opened(inside: Path, tmp_path: Path, backen
     ):
         with outpace.load(inside, draft_tokens=0, backend=backend, **more) as model:  # type: ignore[arg-type]
             assert model.drafters == ()
-            assert len(model.generate(PROMPT, max_tokens=3).token_ids) == 3
+            assert len(model.generate(PROMPT, max_tokens=3, ignore_eos=True).token_ids) == 3
 
 
 def test_no_choice_is_ignored_in_silence(folder: Path) -> None:
