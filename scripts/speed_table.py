@@ -152,22 +152,26 @@ def reach() -> str:
         ("perplexity, 20k tokens of documentation", "1.005 over f32; within 0.5 % of llama.cpp", perplexity()),
     ]
     rows = [f"| {what} | {aim} | {'<br>'.join(cells)} |" for what, aim, cells in lines]
-    return "\n".join(["| figure | aim | measured |", "|---|---|---|", *rows])
+    return markdown(["figure", "aim", "measured"], rows)
+
+
+def markdown(columns: Sequence[str], rows: Sequence[str]) -> str:
+    """A table of rows that are written already; MISSING without any."""
+    if not rows:
+        return MISSING
+    return "\n".join([f"| {' | '.join(columns)} |", "|---" * len(columns) + "|", *rows])
 
 
 def contexts() -> str:
     """Tokens a second by context and kind of cache."""
     found = {kind: figures(f"contexts-smollm2-{kind}").get("decode", {}) for kind in ("f32", "f16", "q8")}
     columns = sorted({int(context) for decode in found.values() for context in decode})
-    if not columns:
-        return MISSING
     rows = [
         f"| {kind} | " + " | ".join(f"{decode[str(n)]:.0f}" if str(n) in decode else "" for n in columns) + " |"
         for kind, decode in found.items()
         if decode
     ]
-    head = "| cache | " + " | ".join(map(str, columns)) + " |"
-    return "\n".join([head, "|---" * (len(columns) + 1) + "|", *rows])
+    return markdown(["cache", *map(str, columns)], rows)
 
 
 def passes() -> str:
@@ -179,10 +183,7 @@ def passes() -> str:
         if entry:
             times = " | ".join(f"{entry['pass_ms'][str(n)]:.2f}" for n in (1, 2, 4, 6, 8, 12, 16))
             rows.append(f"| {name} | {times} | {entry['prefill'].get('512', 0):.0f} |")
-    if not rows:
-        return MISSING
-    head = "| model | 1 | 2 | 4 | 6 | 8 | 12 | 16 rows, ms | prompt of 512, tokens/s |"
-    return "\n".join([head, "|---" * 9 + "|", *rows])
+    return markdown(["model", "1", "2", "4", "6", "8", "12", "16 rows, ms", "prompt of 512, tokens/s"], rows)
 
 
 def heads() -> str:
@@ -202,10 +203,8 @@ def heads() -> str:
                 f"| {model}-{bits}bit | {found['step_ms']['1']:.2f} of {found['pass_ms']['1']:.2f} | "
                 f"**{found['step_share']:.1%}** (at most {found['most_share']:.1%}) | {need} | {simulated} |"
             )
-    if not rows:
-        return MISSING
-    head = "| model | step, ms | share of a pass (aim) | tokens a round that pay 1 / 3 / 7 drafts | simulated: factor |"
-    return "\n".join([head, "|---" * 5 + "|", *rows])
+    pay = "tokens a round that pay 1 / 3 / 7 drafts"
+    return markdown(["model", "step, ms", "share of a pass (aim)", pay, "simulated: factor"], rows)
 
 
 def speculation() -> str:
@@ -224,10 +223,8 @@ def speculation() -> str:
                 f"| {kind}, {name} | {cells[0]} ({modes['outpace']['tokens_per_round']:.2f} a round) | {cells[1]} | "
                 f"{cells[2]} | {cells[3]} ({best}) | {over[0]} | {over[2]} |"
             )
-    if not rows:
-        return MISSING
-    head = "| file, prompts | outpace | plain | llama.cpp plain | its best | over own plain | over llama.cpp's best |"
-    return "\n".join([head, "|---" * 7 + "|", *rows])
+    over = ("over own plain", "over llama.cpp's best")
+    return markdown(["file, prompts", "outpace", "plain", "llama.cpp plain", "its best", *over], rows)
 
 
 TABLES: dict[str, Callable[[], str]] = {
