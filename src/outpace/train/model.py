@@ -166,6 +166,19 @@ def _key(name: str) -> str:
 CHUNK = 128  # rows whose logits are held at once: few enough for the processor's cache
 
 
+def _softmax_means(states: Tensor, head: Tensor) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+    """Of p = softmax(W h) for rows h of float32 [M, H], a few at a time: which rows, their most probable entries, the
+    logarithm of the sum of exp(W h), and p W."""
+    rows = states.to(head.dtype)
+    for start in range(0, len(states), CHUNK):
+        part = slice(start, start + CHUNK)
+        logits = (rows[part] @ head.T).float()
+        most, best = logits.max(-1)
+        chances = logits.sub_(most[:, None]).exp_()
+        sums = chances.sum(-1)
+        yield part, best, most + sums.log(), (chances.to(head.dtype) @ head).float().div_(sums[:, None])
+
+
 class _SoftCrossEntropy(torch.autograd.Function):
     """As soft_cross_entropy: the gradient is made in the forward pass, while the logits are there."""
 
@@ -174,15 +187,9 @@ class _SoftCrossEntropy(torch.autograd.Function):
         total = (hidden * means).sum().neg_()
         gradient = torch.empty_like(hidden)
         best = torch.empty(len(hidden), dtype=torch.int64)
-        rows = hidden.to(head.dtype)
-        for start in range(0, len(hidden), CHUNK):
-            part = slice(start, start + CHUNK)
-            logits = (rows[part] @ head.T).float()
-            most, best[part] = logits.max(-1)
-            chances = logits.sub_(most[:, None]).exp_()
-            sums = chances.sum(-1)
-            total += (most + sums.log()).sum()
-            gradient[part] = (chances.to(head.dtype) @ head).float().div_(sums[:, None])
+        for part, best[part], log_sum, mean in _softmax_means(hidden, head):
+            total += log_sum.sum()
+            gradient[part] = mean
         ctx.save_for_backward(gradient.sub_(means))
         ctx.mark_non_differentiable(best)
         return total, best
@@ -223,13 +230,7 @@ class Labels:
         """states: float32 [L, H], the target's final hidden states; head [Vd, H]."""
         means, entropies = torch.empty_like(states), torch.empty(len(states))
         best = torch.empty(len(states), dtype=torch.int64)
-        rows = states.to(head.dtype)
-        for start in range(0, len(states), CHUNK):
-            part = slice(start, start + CHUNK)
-            logits = (rows[part] @ head.T).float()
-            most, best[part] = logits.max(-1)
-            chances = logits.sub_(most[:, None]).exp_()
-            sums = chances.sum(-1)
-            means[part] = (chances.to(head.dtype) @ head).float().div_(sums[:, None])
-            entropies[part] = most + sums.log() - (states[part] * means[part]).sum(-1)
+        for part, best[part], log_sum, mean in _softmax_means(states, head):
+            means[part] = mean
+            entropies[part] = log_sum - (states[part] * mean).sum(-1)
         return cls(means, entropies, best)
