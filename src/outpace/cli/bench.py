@@ -21,17 +21,21 @@ if TYPE_CHECKING:
 
 MARGIN = 1024  # tokens beyond the longest context: room for prompts and rows
 
+Model = Annotated[str | None, typer.Argument(help="A name, a folder or a .gguf file.", show_default=DEFAULT_MODEL)]
+Shape = Annotated[
+    str | None,
+    typer.Option(help="In place of a model: qwen3-0.6b, qwen3-1.7b, qwen3-4b or smollm2-135m, random weights."),
+]
+Bits = Annotated[int | None, typer.Option(help="Of the random weights: 8 or 4.", show_default="8")]
+Threads = Annotated[int | None, typer.Option(help="Threads; by default one for each fast core.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
+
 
 def kernels(
-    model: Annotated[
-        str | None, typer.Argument(help="A name, a folder or a .gguf file.", show_default=DEFAULT_MODEL)
-    ] = None,
+    model: Model = None,
     *,
-    shape: Annotated[
-        str | None,
-        typer.Option(help="In place of a model: qwen3-0.6b, qwen3-1.7b, qwen3-4b or smollm2-135m, random weights."),
-    ] = None,
-    bits: Annotated[int | None, typer.Option(help="Of the random weights: 8 or 4.", show_default="8")] = None,
+    shape: Shape = None,
+    bits: Bits = None,
     kind: Annotated[
         str | None,
         typer.Option(help="Of the random weights, in place of --bits: q8_0, q4_0, q4_1, q3_k ... q6_k, f16 or bf16."),
@@ -43,11 +47,11 @@ def kernels(
         ),
     ] = None,
     kv_cache: Annotated[str, typer.Option(help="How keys and values are held: auto, f32, f16 or q8.")] = "auto",
-    threads: Annotated[int | None, typer.Option(help="Threads; by default one for each fast core.")] = None,
+    threads: Threads = None,
     seconds: Annotated[
         float, typer.Option(help="Time for comparing row counts; the rest takes about twice that.")
     ] = 12,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measures passes of 1 to 16 rows, decoding at several contexts and prompts, and the machine's own limits."""
     from ..bench.kernels import CONTEXTS, measure_kernels
@@ -80,12 +84,10 @@ def kernels(
 
 
 def start(
-    model: Annotated[
-        str | None, typer.Argument(help="A name, a folder or a .gguf file.", show_default=DEFAULT_MODEL)
-    ] = None,
+    model: Model = None,
     *,
     runs: Annotated[int, typer.Option(help="Processes of each kind.")] = 15,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measures how long a process takes to its first token, with and without the weights' disk cache."""
     from .. import hub

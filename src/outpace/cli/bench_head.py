@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .bench import AsJson, Bits, Model, Shape, Threads, lines, open_target, table
 from .options import DEFAULT_MODEL
 from .terminal import note, show
 
@@ -19,18 +20,13 @@ if TYPE_CHECKING:
 
 
 def head(
-    model: Annotated[
-        str | None, typer.Argument(help="A name, a folder or a .gguf file.", show_default=DEFAULT_MODEL)
-    ] = None,
+    model: Model = None,
     *,
     path: Annotated[
         Path | None, typer.Option("--head", help="A draft head of the model; by default a random EAGLE-3 one.")
     ] = None,
-    shape: Annotated[
-        str | None,
-        typer.Option(help="In place of a model: qwen3-0.6b, qwen3-1.7b, qwen3-4b or smollm2-135m, random weights."),
-    ] = None,
-    bits: Annotated[int | None, typer.Option(help="Of the random weights: 8 or 4.", show_default="8")] = None,
+    shape: Shape = None,
+    bits: Bits = None,
     draft_vocab: Annotated[
         int | None, typer.Option(help="Tokens that the random head can guess.", show_default="32000")
     ] = None,
@@ -39,9 +35,9 @@ def head(
         typer.Option(help="Simulate a head that reaches so many tokens a round, the bonus token included. Repeatable."),
     ] = None,
     chain: Annotated[int, typer.Option(help="Draft length that --tau was measured with.")] = 7,
-    threads: Annotated[int | None, typer.Option(help="Threads; by default one for each fast core.")] = None,
+    threads: Threads = None,
     seconds: Annotated[float, typer.Option(help="Time for the costs.")] = 10,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measures steps of a draft head in turns with passes of its target; --tau simulates an acceptance."""
     from ..bench.head import measure_head, simulate_head
@@ -82,7 +78,6 @@ def _open(
     from ..backends.native_head import NativeHead
     from ..bench.head import random_head
     from ..drafters import BlockDrafter, HeadDrafter
-    from .bench import open_target
 
     if path is None:
         label, target = open_target(model, shape, bits, (0,), threads, "auto", quiet=quiet)
@@ -100,7 +95,6 @@ def _print(found: dict[str, Any]) -> None:
     from rich.console import Console
 
     from ..types import size
-    from .bench import lines, table
 
     read = found["bytes"]
     console = Console(highlight=False)
