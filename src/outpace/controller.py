@@ -28,10 +28,10 @@ from .types import Draft
 MAX_DRAFT = 15  # with the pending token 16 rows: the width that kernels are built for
 FIXED_DRAFT = 4  # length for the rejection and block rules
 _ANCHOR_EVERY = 128  # rounds with drafts between two measurements of the plain round
-_PROBE_SHARE = 0.01  # of the tokens per second may be spent on trying sources that do not promise to pay
 _NOTHING = 1e-9  # a worth that every token has
 _MARGIN = 1.02  # by which drafts that cost something must promise more than none
-_REST = 7  # rounds after one in which no draft promised to pay
+_REST = 7  # rounds, after one in which no draft promised to pay, in which sources that cost something are not looked at
+_PROBE_SHARE = 0.01  # of the tokens per second may be spent on trying sources that do not promise to pay
 _PROBE_EVERY = 8, 1024  # ... but not more often, nor more seldom, in rounds
 
 

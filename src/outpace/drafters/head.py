@@ -62,7 +62,6 @@ class FeatureReader:
                 if state not in failed:
                     with apart(failed, state):
                         n = min(budget, self._readable(state))
-                        n -= n > _LONG  # rows that nobody asks the results of cost half: the newest goes alone
                 if n > 0:
                     budget -= n
                     batch.append((state, n))
@@ -181,6 +180,11 @@ class HeadDrafter(FeatureReader):
             while work := [each for each in work if each.tree.frontier and each.tree.state not in failed]:
                 self._level(work, failed)
         return [failed[tree.state] if tree.state in failed else tree.draft(self.name) for tree in trees]
+
+    def _readable(self, state: State) -> int:
+        # Rows that nobody asks the results of cost half: behind a long run the text's newest one goes alone.
+        n = super()._readable(state)
+        return n - (n > _LONG and state.features.start + 1 + n == len(state.tokens))
 
     def _read(self, batch: Sequence[tuple[State, int]], failed: Failed) -> None:
         shares, newest = [], []
