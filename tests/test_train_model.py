@@ -16,9 +16,10 @@ from outpace.heads.loading import load_head
 from outpace.heads.reference import AutoregressiveHead, make_head
 from outpace.train.batches import batch_of
 from outpace.train.data import Example
+from outpace.train.eagle3 import EagleHead
 from outpace.train.evaluate import Score, score
 from outpace.train.export import bfloat16, export_head
-from outpace.train.model import EagleHead, Labels, soft_cross_entropy
+from outpace.train.losses import Labels, soft_cross_entropy
 from outpace.train.target import Target, default_taps, draft_vocabulary, eagle_config, first_weights
 from outpace.types import UsageError
 

@@ -1,6 +1,6 @@
 """Batches: sequences of about the same length side by side, as arrays that the head's steps read.
 
-Neighbours: data.py has the sequences, model.py computes. Shapes: B sequences, T their most tokens, A their most
+Neighbours: data.py has the sequences, eagle3.py computes. Shapes: B sequences, T their most tokens, A their most
 anchors. An anchor is a slot from which a draft starts: anchor a of a sequence is position answer - 1 + a, and step j of
 its draft guesses the token after position answer + a + j, whose probabilities the target's state there gives.
 """

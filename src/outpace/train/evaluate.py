@@ -14,7 +14,7 @@ import numpy as np
 from ..types import I64
 from .batches import batch_of
 from .data import Example
-from .model import EagleHead
+from .eagle3 import EagleHead
 from .torch_or_say import torch
 
 

@@ -1,6 +1,6 @@
 """The training loop: batches, loss, optimiser, checkpoints; by the clock, so that it ends when it was asked to.
 
-Neighbours: data.py and batches.py give the data, model.py the head and its loss, export.py writes what comes out.
+Neighbours: data.py and batches.py give the data, eagle3.py the head, losses.py what a guess costs, export.py writes what comes out.
 Cheap steps first: a head that cannot guess the first token learns nothing from guessing the fifth. What a run needs to
 go on lies in checkpoint.pt; the head of that moment lies beside it, ready for use, also after a kill.
 """
@@ -22,9 +22,10 @@ from ..types import I64, ModelError, NumericalError, UsageError
 from ..weights.files import replacing
 from .batches import Batch, batches
 from .data import Shards
+from .eagle3 import EagleHead, rms
 from .evaluate import score
 from .export import export_head
-from .model import EagleHead, Labels, rms, soft_cross_entropy
+from .losses import Labels, soft_cross_entropy
 from .target import Target, draft_vocabulary, eagle_config, first_weights
 from .torch_or_say import torch
 
