@@ -1,6 +1,6 @@
 """The training loop: batches, loss, optimiser, checkpoints; by the clock, so that it ends when it was asked to.
 
-Neighbours: data.py and batches.py give the data, eagle3.py the head, losses.py what a guess costs, export.py writes what comes out.
+Neighbours: data.py and batches.py give the data, eagle3.py the head, losses.py what a guess costs, export.py the files.
 Cheap steps first: a head that cannot guess the first token learns nothing from guessing the fifth. What a run needs to
 go on lies in checkpoint.pt; the head of that moment lies beside it, ready for use, also after a kill.
 """
