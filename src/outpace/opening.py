@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from . import drafters as ways
 from . import hub
 from .backends.base import Backend
-from .backends.memory import LEAST_CONTEXT, Memory, check_fits, estimate, estimate_head
+from .backends.memory import LEAST_CONTEXT, Memory, check_fits, estimate, estimate_head, layer_kinds
 from .backends.native import NativeBackend
 from .backends.reference import ReferenceBackend
 from .cache import CacheOption, cache_kind
@@ -25,7 +25,7 @@ from .drafters.base import Drafter
 from .json_file import read_json
 from .models.loading import LoadedModel, load_model
 from .models.names import EMBEDDING, HEAD
-from .models.quantise import Precision, check_precision
+from .models.quantise import Precision, check_precision, head_precision
 from .sampling import generation_defaults
 from .self_draft import RULE, kept_layers, pays, self_draft, smaller
 from .text.template import ChatTemplate
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from .drafters import BlockDrafter, HeadDrafter
     from .heads.loading import LoadedHead
 
+_LEAST_HEAD = 1 << 20  # bytes: a smaller head is laid out again as quickly
 HEADS = ("mtp", "eagle3", "dflash")
 DRAFTERS = ("auto", *HEADS, "draft_model", "self", "ngram", "suffix", "datastore", "none")
 
@@ -136,7 +137,7 @@ def open_model(o: Options) -> Parts:
     drafters: list[Drafter] = []
     if head is not None:
         try:
-            drafters.append(open_head(head, loaded, target))
+            drafters.append(open_head(head, loaded, target, o.cache))
         except ModelError as error:
             _without_head(o, error)
     if small is not None:
@@ -228,7 +229,8 @@ def head_memory(
 ) -> Memory:
     """What a head will need beside its model, neither of which is touched."""
     lm_head = loaded.weights.kind(HEAD if loaded.weights.has(HEAD) else EMBEDDING)
-    return estimate_head(head.config, head.weights, lm_head, precision, context, kv_cache)
+    its = head_precision(precision, layer_kinds(loaded.config, loaded.weights))
+    return estimate_head(head.config, head.weights, lm_head, its, context, kv_cache)
 
 
 def _head(o: Options, loaded: LoadedModel, tokenizer: Tokenizer) -> LoadedHead | None:
@@ -264,9 +266,11 @@ def _shape(o: Options, loaded: LoadedModel, target: Backend) -> dict[int, float]
     return kept_shape(target, kept, f"{o.precision}, {o.kv_cache} cache, {how}, of {when}")
 
 
-def open_head(head: LoadedHead, loaded: LoadedModel, target: Backend) -> HeadDrafter | BlockDrafter:
-    """The drafter with a learned head, which runs beside its target and takes its tensors. Raises ModelError for
-    weights that cannot be held."""
+def open_head(
+    head: LoadedHead, loaded: LoadedModel, target: Backend, cache: bool = False
+) -> HeadDrafter | BlockDrafter:
+    """The drafter with a learned head, which runs beside its target and takes its tensors. cache: use and keep its
+    weights as they are laid out. Raises ModelError for weights that cannot be held."""
     from .backends.running_head import run_head
     from .heads.loading import borrowed
 
@@ -275,7 +279,8 @@ def open_head(head: LoadedHead, loaded: LoadedModel, target: Backend) -> HeadDra
     def borrow() -> Mapping[str, Tensor]:  # the target took its own
         return borrowed(head.config, load_model(loaded.path).weights, loaded.config)
 
-    running = run_head(target, head.config, own, borrow, head.d2t)
+    relaid = Relaid(hub.relaid(head.path), head.path, beside=loaded.path, least=_LEAST_HEAD) if cache else None
+    running = run_head(target, head.config, own, borrow, head.d2t, relaid)
     return ways.BlockDrafter(running) if head.config.algorithm == "dflash" else ways.HeadDrafter(running)
 
 

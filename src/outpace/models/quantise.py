@@ -7,6 +7,7 @@ a width that is no multiple of 32 is filled up with zeros, which change nothing.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal, get_args
 
 import numpy as np
@@ -52,10 +53,16 @@ def held_kind(kind: str, precision: str) -> str:
     return "F16" if kind == "F16" else "BF16"
 
 
-def head_precision(target: str) -> Precision:
-    """What a learned head is held in beside a target of this precision: 8 bits at least. A head is a few layers of the
-    target's many, so that rounding it to 4 gains little speed and costs much of what it guesses right."""
-    return "int8" if target == "int4" else check_precision(target)
+def head_precision(target: str, kinds: Iterable[str]) -> Precision:
+    """What a learned head is held in beside a target of this precision: the target's own bits, so that a draft step is
+    cheap beside a pass. "int4" where most of the target's layers' matrices, which are of these kinds in its file, are
+    held in 4 bits, else the same precision. Rounding a head to 4 bits cost nothing that it guesses right: docs/LOG.md.
+    """
+    precision = check_precision(target)
+    if precision not in ("int8", "int4"):
+        return precision
+    four = [held_kind(kind, precision) in FOUR_BITS for kind in kinds]
+    return "int4" if 2 * sum(four) > len(four) else "int8"
 
 
 def held(tensor: Tensor, precision: str, name: str = "without a name") -> Tensor | Groups | Supers:
