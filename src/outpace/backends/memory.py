@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from ..cache import CacheKind, CacheOption, cache_kind
 from ..config import ModelConfig
 from ..models.names import EMBEDDING, HEAD, expected_tensors, is_matrix
-from ..models.quantise import held_kind
+from ..models.quantise import HeadPrecision, head_precision, held_kind
 from ..types import CapacityError, size
 from ..weights.weight_map import WeightMap
 from .cgroups import OF, ROOT, control_groups
@@ -75,7 +75,7 @@ def estimate_head(
     head: HeadConfig,
     weights: WeightMap,
     lm_head: str,
-    precision: str,
+    precision: HeadPrecision,
     context: int,
     kv_cache: CacheOption = "auto",
 ) -> Memory:
@@ -86,12 +86,13 @@ def estimate_head(
     """
     kinds, shapes = _head_parts(head, weights, lm_head)
     layers = head.layers
-    found = _estimate(layers, kinds, precision, context, cache_kind(kv_cache, precision), shapes)
+    cache = cache_kind(kv_cache, precision[0])
+    found = _estimate(layers, kinds, precision[0], context, cache, shapes, precision[1])
     features = 4 * min(HEAD_ROWS, context) * head.feature_width
     return replace(found, activations=_activations(layers, context, HEAD_ROWS) + features)
 
 
-def step_bytes(head: HeadConfig, weights: WeightMap, lm_head: str, precision: str, target: str) -> int:
+def step_bytes(head: HeadConfig, weights: WeightMap, lm_head: str, precision: HeadPrecision, target: str) -> int:
     """Bytes of weights that a draft step reads (dflash: a block), as NativeHead.pass_bytes. Arguments as
     `estimate_head`; target: the kind in which the target holds its own head, for heads that take it whole."""
     kinds, shapes = _head_parts(head, weights, lm_head)
@@ -99,7 +100,7 @@ def step_bytes(head: HeadConfig, weights: WeightMap, lm_head: str, precision: st
     for name, shape in shapes.items():
         read = name == HEAD or name.startswith("model.layers.") or (name == "fc.weight" and head.algorithm == "mtp")
         if read and len(shape) == 2:
-            total += held_bytes(kinds[name], shape, precision if is_matrix(name, shape) else "f32")
+            total += held_bytes(kinds[name], shape, precision[name == HEAD] if is_matrix(name, shape) else "f32")
     return total
 
 
@@ -121,11 +122,13 @@ def held_bytes(kind: str, shape: tuple[int, ...], precision: str) -> int:
     return math.prod(shape[:-2]) * _block_bytes(kind, shape[-1]) * _ceil(shape[-2], OUTS) // OUTS
 
 
-def layer_kinds(config: ModelConfig, weights: WeightMap) -> list[str]:
-    """The kinds in their file of the matrices of a model's layers: for quantise.head_precision."""
+def precision_of_heads(config: ModelConfig, weights: WeightMap, precision: str) -> HeadPrecision:
+    """quantise.head_precision beside this model, none of whose tensors has been taken."""
     shapes = expected_tensors(config).items()
     names = [name for name, shape in shapes if name.startswith("model.layers.") and is_matrix(name, shape)]
-    return [weights.kind(name) for name in names if weights.has(name)]
+    kinds = [weights.kind(name) for name in names if weights.has(name)]
+    last = HEAD if weights.has(HEAD) else EMBEDDING
+    return head_precision(precision, kinds, weights.kind(last) if weights.has(last) else "F32")
 
 
 def _estimate(
@@ -135,14 +138,16 @@ def _estimate(
     context: int | None,
     kv_cache: CacheKind,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
+    lm_head: str | None = None,
 ) -> Memory:
-    """shapes: of the tensors; by default those of a whole model."""
+    """shapes: of the tensors; by default those of a whole model. lm_head: its precision, where it is another one."""
     held = 0
     for name, shape in (expected_tensors(config) if shapes is None else shapes).items():
         if len(shape) == 1:
             held += 4 * shape[0]
         else:
-            held += held_bytes(kinds.get(name, "F32"), shape, precision if is_matrix(name, shape) else "f32")
+            its = lm_head if lm_head is not None and name == HEAD else precision
+            held += held_bytes(kinds.get(name, "F32"), shape, its if is_matrix(name, shape) else "f32")
     context = config.max_position_embeddings if context is None else context
     per_token = config.num_hidden_layers * config.num_key_value_heads * _cached_bytes(config.head_dim, kv_cache)
     cache = per_token * _ceil(context, BLOCK)

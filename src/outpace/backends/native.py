@@ -15,13 +15,13 @@ import numpy as np
 from ..cache import CacheOption, cache_kind
 from ..config import ModelConfig
 from ..models.names import expected_tensors
-from ..models.quantise import Precision, check_precision, head_precision
+from ..models.quantise import Precision, check_precision
 from ..types import F32, CapacityError
 from ..weights.relaid import Relaid
 from ..weights.weight_map import WeightMap
 from .base import Capacity, Pass, Rows
 from .cores import usable_cores
-from .memory import layer_kinds
+from .memory import precision_of_heads
 from .native_core import NativeStack, _native, check_sizes, core_config, guard, index, lay_out, put
 
 STAGES = ("rest", "projections", "attention", "mlp", "head")  # as StageClock in csrc/measure.h
@@ -72,7 +72,7 @@ class NativeBackend(NativeStack):
         )
         expected = expected_tensors(config)
         # What a head beside this model is held in: asked before the weights are gone.
-        self.head_precision = head_precision(precision, layer_kinds(config, weights))
+        self.head_precision = precision_of_heads(config, weights, precision)
         relaid = None if precision == "f32" else relaid
         layout = f"{_native.LAYOUT} {precision} {_native.unsigned_bytes()} {sys.byteorder} {config!r}"
         if self._place(relaid, layout, expected):

@@ -23,7 +23,12 @@ EMBEDDINGS = ("model.embed_tokens.weight", "token_embd.weight")
 
 
 def inspect(
-    head: Annotated[str, typer.Argument(help="A folder, a .safetensors or .gguf file; or a model with a head inside.")],
+    head: Annotated[
+        str,
+        typer.Argument(
+            help="A folder, a .safetensors or .gguf file; or a model that has one, inside or coming with outpace."
+        ),
+    ],
     *,
     model: Annotated[
         str | None, typer.Option("--model", "-m", help="The model that it drafts for; not needed where it is inside.")
@@ -43,7 +48,9 @@ def inspect(
     from pathlib import Path
 
     from .. import hub
+    from ..heads import boxed
     from ..heads.loading import open_target
+    from ..models.loading import load_model
     from ..opening import check_vocabulary, load_calibrated
     from ..types import UsageError
 
@@ -54,6 +61,10 @@ def inspect(
     if model is None and not holds_a_model(path):
         raise UsageError(f"{head}: say which model this head drafts for: --model NAME")
     target, tensors = open_target(its)
+    # A model without a head inside: the one that is used when it is run.
+    box = boxed.find(its) if model is None else None
+    box = None if box is not None and load_model(its).head else box
+    path = path if box is None else box.path
     check_vocabulary(path, its)
     if forget:
         from ..calibrate import forget as forget_kept
@@ -66,6 +77,9 @@ def inspect(
         facts["conventions"][name]["from"] = "calibrated"
     if calibrate:
         facts["trials"] = trials
+    if box is not None:
+        used = f"by --draft auto (the default) with {head}"
+        facts = {"path": facts["path"], "used": used, "from": box.origin} | facts
     if as_json:
         show(json.dumps(facts, indent=2) + "\n")
         return
@@ -118,7 +132,7 @@ def describe(loaded: LoadedHead, target: ModelConfig, tensors: Mapping[str, Tens
     kind = "F32" if lm_head is None else tensors[lm_head].kind
     matrices = {name: t for name, t in tensors.items() if len(t.shape) > 1}
     read = {name: t for name, t in matrices.items() if name == lm_head or name not in EMBEDDINGS}
-    precision = head_precision("int8", [t.kind for name, t in read.items() if name != lm_head])
+    precision = head_precision("int8", [t.kind for name, t in read.items() if name != lm_head], kind)
     need = estimate_head(config, loaded.weights, kind, precision, target.max_position_embeddings)
     step = step_bytes(config, loaded.weights, kind, precision, held_kind(kind, "int8"))
     reads = sum(held_bytes(t.kind, t.shape, "int8") for t in read.values())

@@ -53,16 +53,22 @@ def held_kind(kind: str, precision: str) -> str:
     return "F16" if kind == "F16" else "BF16"
 
 
-def head_precision(target: str, kinds: Iterable[str]) -> Precision:
+HeadPrecision = tuple[Precision, Precision]  # of a learned head's layers, and of its lm_head
+
+
+def head_precision(target: str, layers: Iterable[str], lm_head: str) -> HeadPrecision:
     """What a learned head is held in beside a target of this precision: the target's own bits, so that a draft step is
-    cheap beside a pass. "int4" where most of the target's layers' matrices, which are of these kinds in its file, are
-    held in 4 bits, else the same precision. Rounding a head to 4 bits cost nothing that it guesses right: docs/LOG.md.
+    cheap beside a pass. Its layers are of 4 bits where most of the target's are, its lm_head where the target's is: at
+    4 bits layers lost nothing that they guess right, rows of lm_head did (docs/LOG.md).
+
+    layers, lm_head: kinds of the target's matrices in its file.
     """
     precision = check_precision(target)
     if precision not in ("int8", "int4"):
-        return precision
-    four = [held_kind(kind, precision) in FOUR_BITS for kind in kinds]
-    return "int4" if 2 * sum(four) > len(four) else "int8"
+        return precision, precision
+    four = [held_kind(kind, precision) in FOUR_BITS for kind in layers]
+    last = held_kind(lm_head, precision) in FOUR_BITS
+    return "int4" if 2 * sum(four) > len(four) else "int8", "int4" if last else "int8"
 
 
 def held(tensor: Tensor, precision: str, name: str = "without a name") -> Tensor | Groups | Supers:
