@@ -27,7 +27,7 @@ def main(head: str, model: str, about_file: str) -> None:
     path = hub.resolve(model)
     loaded = load_head(head, load_model(path).config)
     given = read_json(Path(about_file))
-    out = boxed.FOLDER / model
+    out = boxed.FOLDER / Path(model).name
     out.parent.mkdir(exist_ok=True)
     weights = {name: loaded.weights.take_tensor(name) for name in list(loaded.weights.keys())}
     made = export_head(out, loaded.config, weights, loaded.d2t, hub.upstream(model), force=True)
@@ -35,7 +35,7 @@ def main(head: str, model: str, about_file: str) -> None:
     if size > MOST:
         sys.exit(f"{out}: {size} bytes are more than the {MOST} that may be committed")
     about = {
-        "target": boxed.about_target(path, model),
+        "target": boxed.about_target(path, Path(model).name),
         "head": {
             "kind": loaded.config.algorithm,
             "parameters": sum(math.prod(t.shape) for t in made.tensors.values() if t.kind == "BF16"),
