@@ -106,11 +106,11 @@ def test_what_a_source_lost_stops_it_whatever_it_promises() -> None:
     # What it gains again is its own to lose.
     while controller.rests(request, "a"):
         controller.choose([Ask(request, 4, [])])
-    for _ in range(30):
+    for rounds in range(40):
         assert not controller.rests(request, "a")
         (choice,) = controller.choose([Ask(request, 4, [offer([0.9] * 4)])])
-        controller.spend("a", 0.01)
-        controller.earn([("a", choice.length, choice.length)])
+        controller.spend("a", 0.01 if rounds < 30 else 0.55)
+        controller.earn([("a", choice.length, choice.length if rounds < 30 else 0)])
 
 
 def test_the_sweep_of_fixed_lengths_is_what_fixed_lengths_take(monkeypatch: pytest.MonkeyPatch) -> None:
