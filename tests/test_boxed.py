@@ -190,3 +190,10 @@ def test_what_is_in_the_real_box(file: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert about["target"] == boxed.about_target(path, about["target"]["name"])
     head = load_head(file.parent, load_model(path).config)
     assert head.config.draft_vocab_size == about["head"]["draft_vocabulary"]
+
+
+def test_the_closing_line_says_what_the_head_gave(model: Path) -> None:
+    """So that one sees it in use."""
+    done = CliRunner().invoke(build(), ["generate", "hi", "-m", str(model), "--max-tokens", "8", "--draft-tokens", "2"])
+    assert done.exit_code == 0
+    assert "(eagle3 " in done.stderr

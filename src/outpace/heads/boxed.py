@@ -71,7 +71,11 @@ def fingerprint(model: Path) -> str:
 
 
 def _files(model: Path) -> list[Path]:
-    return [model] if not model.is_dir() else sorted([*model.glob("*.safetensors"), *model.glob("tokenizer.json")])
+    if not model.is_dir():
+        return [model]
+    names = ("config.json", "tokenizer.json")
+    found = [*model.glob("*.safetensors"), *(model / name for name in names if (model / name).is_file())]
+    return sorted(found) or sorted(model.glob("*.gguf"))[:1]
 
 
 def _bytes(model: Path) -> int:
