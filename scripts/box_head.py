@@ -25,12 +25,13 @@ MOST = 16 << 20  # bytes of the file that is committed
 
 def main(head: str, model: str, about_file: str) -> None:
     path = hub.resolve(model)
-    loaded = load_head(head, load_model(path).config)
+    target = load_model(path).config
+    loaded = load_head(head, target)
     given = read_json(Path(about_file))
     out = boxed.FOLDER / Path(model).name
     out.parent.mkdir(exist_ok=True)
     weights = {name: loaded.weights.take_tensor(name) for name in list(loaded.weights.keys())}
-    made = export_head(out, loaded.config, weights, loaded.d2t, hub.upstream(model), force=True)
+    made = export_head(out, loaded.config, weights, loaded.d2t, hub.upstream(model), target_config=target, force=True)
     size = (out / "model.safetensors").stat().st_size
     if size > MOST:
         sys.exit(f"{out}: {size} bytes are more than the {MOST} that may be committed")

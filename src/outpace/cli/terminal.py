@@ -133,8 +133,8 @@ def statistics(result: Result) -> str:
     gave = f" ({', '.join(f'{name} {kept}' for name, kept in sources.items())})" if sources.keys() - {"suffix"} else ""
     ending = ", stopped by the token limit" if result.finish_reason == "length" else ""
     return speed(stats.decode_tokens, stats.decode_s) + (
-        f"{counted(stats.tokens, 'token')} in {counted(stats.rounds, 'round')} ({stats.tokens_per_round:.2f} tokens per "
-        f"round), drafted {stats.drafted}, accepted {stats.accepted}{gave}{ending}"
+        f"{counted(stats.tokens, 'token')} in {counted(stats.rounds, 'round')} ({stats.tokens_per_round:.2f} tokens "
+        f"per round), drafted {stats.drafted}, accepted {stats.accepted}{gave}{ending}"
     )
 
 
