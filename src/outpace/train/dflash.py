@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from ..models.names import FINAL_NORM
 from ..types import UsageError
 from .batches import Batch
-from .module import HeadModule, Tensor, attend
+from .module import HeadModule, Tensor, attend, unseen
 from .torch_or_say import torch
 
 
@@ -29,6 +29,7 @@ class BlockHead(HeadModule):
         config = self.config
         if count > self.guesses:
             raise UsageError(f"a block of this head has {self.guesses} guesses, not {count}")
+        self._begin()
         tokens = torch.from_numpy(batch.tokens)
         size, longest = tokens.shape
         anchors = torch.from_numpy(batch.answers)[:, None] - 1 + torch.arange(batch.anchors)
@@ -41,13 +42,13 @@ class BlockHead(HeadModule):
         newest = tokens[torch.arange(size)[:, None], (anchors + 1).clamp(max=longest - 1)]
         block = torch.where(rows == 0, newest[:, :, None], config.mask_token)
         x = self.embedding[block]  # [B, A, M, H]
+        mask = unseen(inside, longest)
         for layer in range(config.layers.num_hidden_layers):
-            keys, values = self._heads(layer, "kv", features)
-            keys = self._turn(keys, torch.arange(longest)).to(values.dtype)
+            keys, values = self._context(layer, features, torch.arange(longest))
             normed = self._norm(x, f"model.layers.{layer}.input_layernorm.weight")
             query, key, value = self._heads(layer, "qkv", normed)
             query, key = (self._turn(part, place).to(values.dtype) for part in (query, key))
-            x = self._after_attention(layer, x, attend(query, keys, values, inside, key, value))
+            x = self._after_attention(layer, x, attend(query, keys, values, mask, (key, value)))
         final = self._norm(x, FINAL_NORM)
         skip = config.block_size - self.guesses
         for j in range(count):

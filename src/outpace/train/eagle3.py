@@ -29,6 +29,6 @@ class EagleHead(StepwiseHead):
 
     def enter(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """As StepwiseHead.enter."""
-        embedding = self._norm(self.embedding[tokens], "model.layers.0.input_layernorm.weight")
+        embedding = self.embedding[tokens] * self._w("model.layers.0.input_layernorm.weight")
         normed = self._norm(hidden, "hidden_norm.weight")
         return normed if self.config.norm_before_residual else hidden, torch.cat([embedding, normed], -1)

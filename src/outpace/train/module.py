@@ -43,6 +43,7 @@ class HeadModule(torch.nn.Module):
         self.embedding = torch.tensor(embedding)
         tables = rotary_tables(config.layers, np.arange(config.layers.max_position_embeddings))
         self.cos, self.sin = (torch.tensor(table) for table in tables)
+        self._ready: dict[tuple[str, ...], Tensor] = {}
 
     def steps(self, batch: Batch, count: int) -> Iterator[Tensor]:
         """The final hidden states [B, A, H] of guess 0, 1, ... count - 1 of the drafts from every anchor.
@@ -60,6 +61,12 @@ class HeadModule(torch.nn.Module):
         """What the head's taps gave, float16 [B, T, taps, T's hidden size]."""
         states = torch.from_numpy(batch.states)
         return states if len(self.columns) == states.shape[2] else states[:, :, self.columns]
+
+    def _context(self, layer: int, x: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, K, T, D] of a layer for rows x [B, T, H] that attention reads, at places [T]."""
+        key, value = self._heads(layer, "kv", x)
+        key = self._turn(key, places).to(value.dtype)
+        return key.transpose(1, 2).contiguous(), value.transpose(1, 2).contiguous()
 
     def _heads(self, layer: int, parts: str, x: Tensor) -> list[Tensor]:
         """Some of q, k and v ("qkv") of rows [..., H] by head, [..., heads, D], q and k normalised where layers do."""
@@ -93,43 +100,52 @@ class HeadModule(torch.nn.Module):
 
     def _linear(self, x: Tensor, *stems: str) -> Tensor:
         """x through the matrices of these names, their outputs side by side: one product instead of several."""
-        weights = [self._w(stem + ".weight") for stem in stems]
+        if stems not in self._ready:
+            weights = [self._w(stem + ".weight") for stem in stems]
+            whole = torch.cat(weights) if stems[1:] else weights[0]
+            self._ready[stems] = (
+                whole.to(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else whole
+            )
         biases = [self._w(stem + ".bias") for stem in stems if _key(stem + ".bias") in self.weights]
         bias = torch.cat(biases) if biases else None
-        out: Tensor = torch.nn.functional.linear(x, torch.cat(weights) if stems[1:] else weights[0], bias)
+        out: Tensor = torch.nn.functional.linear(x, self._ready[stems], bias)
         return out
+
+    def _begin(self) -> None:
+        """Forgets the matrices that were put side by side: they have changed since the steps before."""
+        self._ready.clear()
 
     def _w(self, name: str) -> Tensor:
         weight: Tensor = self.weights[_key(name)]
         return weight
 
 
-def attend(
-    query: Tensor, keys: Tensor, values: Tensor, last: Tensor, own_keys: Tensor | None, own_values: Tensor | None
-) -> Tensor:
+def unseen(last: Tensor, slots: int) -> Tensor:
+    """A mask for `attend`, [B, 1, A, 1, T]: drafts see the slots of a context of T up to last [B, A]."""
+    return torch.where(torch.arange(slots) > last[:, :, None], -torch.inf, 0.0)[:, None, :, None]
+
+
+def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, own: Sequence[Tensor] = ()) -> Tensor:
     """Attention of the rows of A drafts, M rows each, over a context of T slots and over P rows of the same draft.
 
-    query: [B, A, M, N, D]. keys, values: [B, T, K, D]; a draft sees the slots up to last [B, A]. own_keys, own_values:
-    [B, A, P, K, D], all of them seen, or None. Returns [B, A, M, N, D].
+    query: [B, A, M, N, D]. keys, values: [B, K, T, D]. mask: as `unseen` makes it. own: keys and values
+    [B, A, P, K, D] that every row of their draft sees, or nothing. Returns [B, A, M, N, D].
     """
     size, anchors, rows, heads, dim = query.shape
-    slots, groups = keys.shape[1:3]
+    groups, slots = keys.shape[1:3]
     share = heads // groups
-    # The rows that share keys lie side by side: [B, K, A * M * share, D].
-    q = (query * dim**-0.5).unflatten(3, (groups, share)).permute(0, 3, 1, 2, 4, 5)
-    flat = q.reshape(size, groups, anchors * rows * share, dim)
-    hidden = (torch.arange(slots) > last[:, :, None])[:, None, :, None]  # [B, 1, A, 1, T]
-    scores = (flat @ keys.permute(0, 2, 3, 1)).float().view(size, groups, anchors, rows * share, slots)
-    scores = scores.masked_fill_(hidden, -torch.inf)
-    if own_keys is None or own_values is None:
-        weights = scores.softmax(-1).to(flat.dtype).view(size, groups, -1, slots)
-        mixed = weights @ values.transpose(1, 2)
-    else:
-        mine = q.reshape(size, groups, anchors, rows * share, dim) @ own_keys.permute(0, 3, 1, 4, 2)
-        both = torch.cat([scores, mine.float()], -1).softmax(-1).to(flat.dtype)
-        weights = both[..., :slots].reshape(size, groups, -1, slots)
-        mixed = weights @ values.transpose(1, 2)
-        mixed = mixed + (both[..., slots:] @ own_values.permute(0, 3, 1, 2, 4)).view(mixed.shape)
+    # The rows that share keys lie side by side.
+    q = (query * dim**-0.5).reshape(size, anchors, rows, groups, share, dim).permute(0, 3, 1, 2, 4, 5)
+    q = q.reshape(size, groups, anchors, rows * share, dim)
+    scores = (q.view(size, groups, -1, dim) @ keys.transpose(-1, -2)).float()
+    scores = scores.view(size, groups, anchors, -1, slots).add_(mask)
+    if own:
+        own_keys, own_values = (part.permute(0, 3, 1, 2, 4).contiguous() for part in own)  # [B, K, A, P, D]
+        scores = torch.cat([scores, (q @ own_keys.transpose(-1, -2)).float()], -1)
+    weights = scores.softmax(-1).to(q.dtype)
+    mixed = weights[..., :slots].reshape(size, groups, -1, slots) @ values
+    if own:
+        mixed = mixed + (weights[..., slots:] @ own_values).view(mixed.shape)
     out: Tensor = mixed.view(size, groups, anchors, rows, share, dim).permute(0, 2, 3, 1, 4, 5).flatten(3, 4)
     return out
 

@@ -19,7 +19,8 @@ class MtpHead(StepwiseHead):
 
     def enter(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, None]:
         """As StepwiseHead.enter."""
-        pair = [self._norm(self.embedding[tokens], "embedding_norm.weight"), self._norm(hidden, "hidden_norm.weight")]
+        embedding = self.embedding[tokens] * self._w("embedding_norm.weight")
+        pair = [embedding, self._norm(hidden, "hidden_norm.weight")]
         if self.config.concat == "hidden_first":
             pair.reverse()
         return self._linear(torch.cat(pair, -1), "fc").float(), None

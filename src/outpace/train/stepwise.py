@@ -7,17 +7,25 @@ step learns.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
+from ..heads.config import HeadConfig
 from ..models.names import FINAL_NORM
+from ..types import F32
 from .batches import Batch
-from .module import HeadModule, Tensor, attend
+from .module import HeadModule, Tensor, attend, rms, unseen
 from .torch_or_say import torch
 
 
 class StepwiseHead(HeadModule):
     """A head whose step j pairs the token after position s + j with the head's own state of step j - 1 (the target's
     feature for j = 0)."""
+
+    def __init__(
+        self, config: HeadConfig, weights: Mapping[str, F32], embedding: F32, recorded: Sequence[int] | None = None
+    ) -> None:
+        super().__init__(config, weights, embedding, recorded)
+        self.embedding = rms(self.embedding, config.layers.rms_norm_eps)  # nothing else is read of it, many times
 
     def fuse(self, states: Tensor) -> Tensor:
         """The target's tapped states float16 [..., taps, T] as features float32 [..., H]."""
@@ -30,9 +38,10 @@ class StepwiseHead(HeadModule):
 
     def steps(self, batch: Batch, count: int) -> Iterator[Tensor]:
         """As HeadModule.steps; a draft sees the target's features up to its anchor, and its own steps."""
+        self._begin()
         tokens = torch.from_numpy(batch.tokens)
         size, longest = tokens.shape
-        slots = torch.arange(longest).expand(size, -1)
+        slots = torch.arange(longest)
         anchors = torch.from_numpy(batch.answers)[:, None] - 1 + torch.arange(batch.anchors)
         inside = anchors.clamp(max=longest - 1)
         sequence = torch.arange(size)[:, None]
@@ -44,14 +53,14 @@ class StepwiseHead(HeadModule):
         context: list[tuple[Tensor, Tensor]] = []
         for layer in range(depth):
             normed = self._attended(layer, x, attends)
-            key, value = self._heads(layer, "kv", normed)
-            context.append((self._turn(key, slots).to(value.dtype), value))
-            place = slots
+            context.append(self._context(layer, normed, slots))
+            place = slots.expand(size, -1)
             if layer == depth - 1:
                 x, normed, place = x[sequence, inside], normed[sequence, inside], inside
             (query,) = self._heads(layer, "q", normed)
-            x = self._layer(layer, x, self._turn(query, place), context[-1], place, [])
+            x = self._layer(layer, x, self._turn(query, place), context[-1], unseen(place, longest), [])
         own: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(depth)]  # of each layer: keys, values by step
+        mask = unseen(inside, longest)
         final = self._norm(x, FINAL_NORM)
         yield final
         for j in range(1, count):
@@ -62,7 +71,7 @@ class StepwiseHead(HeadModule):
                 normed = self._attended(layer, x, attends)
                 query, key, value = self._heads(layer, "qkv", normed)
                 own[layer].append((self._turn(key, place).to(value.dtype), value))
-                x = self._layer(layer, x, self._turn(query, place), context[layer], inside, own[layer])
+                x = self._layer(layer, x, self._turn(query, place), context[layer], mask, own[layer])
             final = self._norm(x, FINAL_NORM)
             yield final
 
@@ -77,12 +86,11 @@ class StepwiseHead(HeadModule):
         x: Tensor,
         query: Tensor,
         context: tuple[Tensor, Tensor],
-        last: Tensor,
+        mask: Tensor,
         own: list[tuple[Tensor, Tensor]],
     ) -> Tensor:
-        """Rows x [B, n, H] with queries [B, n, N, D] through a layer; they see the context up to `last` [B, n], and
-        their draft's own rows."""
-        keys, values = context
-        mine = [torch.stack(parts, 2) for parts in zip(*own, strict=True)] if own else [None, None]
-        mixed = attend(query[:, :, None].to(values.dtype), keys, values, last, *mine)
+        """Rows x [B, n, H] with queries [B, n, N, D] through a layer; they see the context as the mask lets
+        them, and their draft's own rows."""
+        mine = [torch.stack(parts, 2) for parts in zip(*own, strict=True)]
+        mixed = attend(query[:, :, None].to(context[1].dtype), *context, mask, mine)
         return self._after_attention(layer, x, mixed[:, :, 0])
