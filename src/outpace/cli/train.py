@@ -24,7 +24,7 @@ def train(
     target: Annotated[str, typer.Argument(help="The model: a name, a folder or a .gguf file.")],
     *,
     out: Annotated[Path, typer.Option("--out", help="The folder of the head and of all that the run needs to go on.")],
-    kind: Annotated[str, typer.Option(help="The kind of head: eagle3.")] = "eagle3",
+    kind: Annotated[str, typer.Option(help="The kind of head: eagle3, mtp or dflash.")] = "eagle3",
     minutes: Annotated[float, typer.Option(help="How long it may take, data included.")] = 60.0,
     data_minutes: Annotated[
         float | None,

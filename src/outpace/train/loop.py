@@ -1,6 +1,6 @@
 """The training loop: batches, loss, optimiser, checkpoints; by the clock, so that it ends when it was asked to.
 
-Neighbours: data.py and batches.py give the data, eagle3.py the head, losses.py what a guess costs, export.py the files.
+Neighbours: data.py and batches.py give the data, kinds.py the head, losses.py what a guess costs, export.py the files.
 Cheap steps first: a head that cannot guess the first token learns nothing from guessing the fifth. What a run needs to
 go on lies in checkpoint.pt; the head of that moment lies beside it, ready for use, also after a kill.
 """
@@ -22,11 +22,12 @@ from ..types import I64, ModelError, NumericalError, UsageError
 from ..weights.files import replacing
 from .batches import Batch, batches
 from .data import Shards
-from .eagle3 import EagleHead, rms
 from .evaluate import score
 from .export import export_head
+from .kinds import kind_of
 from .losses import Labels, soft_cross_entropy
-from .target import Target, draft_vocabulary, eagle_config, first_weights
+from .module import rms
+from .target import Target, draft_vocabulary
 from .torch_or_say import torch
 
 CHECKPOINT = "checkpoint.pt"
@@ -80,14 +81,24 @@ Progress = Callable[[Status], None]
 
 
 class Trainer:
-    """One run. target: what is drafted for; name: what it is called. out: the folder of head and checkpoint.
+    """One run. target: what is drafted for; name: what it is called. kind: one of kinds.KINDS. out: the folder
+    of head and checkpoint.
 
     resume: go on from the checkpoint there. Raises UsageError for a folder that is taken, or a checkpoint that is
     missing or of other data.
     """
 
     def __init__(
-        self, target: Target, data: Shards, out: Path, *, name: str, seed: int = 0, recipe: Recipe, resume: bool = False
+        self,
+        target: Target,
+        data: Shards,
+        out: Path,
+        *,
+        name: str,
+        kind: str = "eagle3",
+        seed: int = 0,
+        recipe: Recipe,
+        resume: bool = False,
     ) -> None:
         self.target, self.out, self.name, self.recipe, self.seed = target, out, name, recipe, seed
         usable = [sequence for sequence in data.sequences if sequence.answer > 0]
@@ -100,14 +111,16 @@ class Trainer:
             raise UsageError("the data's last tap must be the last layer's output, which gives the labels")
         counts = data.counts(config.vocab_size)
         self.d2t: I64 = draft_vocabulary(counts, min(recipe.vocabulary, config.vocab_size), config.eos_token_ids)
-        self.config: HeadConfig = eagle_config(config, data.taps, len(self.d2t))
+        self.kind, parts = kind, kind_of(kind)
+        self.config: HeadConfig = parts.config(config, data.taps, len(self.d2t))
         self.status = Status()
         saved = self._saved(resume)
         if saved is not None:
             self.d2t = saved["d2t"].numpy()
             self.status = Status(**saved["status"])
         self.dtype = fastest()
-        self.head = EagleHead(self.config, first_weights(self.config, target, seed), target.embedding)
+        first = parts.first(self.config, target, seed)
+        self.head = parts.module(self.config, first, target.embedding, data.taps)
         rows = target.lm_head[self.d2t]
         # Without their mean, which moves all logits alike: what is left survives 16 bits better.
         self.lm_head = torch.tensor(rows - rows.mean(0)).to(self.dtype)
@@ -162,6 +175,7 @@ class Trainer:
             "head": self.head.state_dict(),
             "optimiser": self.optimiser.state_dict(),
             "d2t": torch.from_numpy(self.d2t),
+            "kind": self.kind,
             "taps": list(self.config.taps),
             "status": {name: getattr(self.status, name) for name in Status.__slots__},
         }
@@ -183,6 +197,8 @@ class Trainer:
             saved: dict[str, Any] = torch.load(file, weights_only=True)
         except Exception as error:  # whatever torch makes of a damaged file
             raise ModelError(f"{file}: cannot be read: {str(error)[:100]}") from None
+        if (kind := saved.get("kind", "eagle3")) != self.kind:
+            raise UsageError(f"{self.out}: the head there is of kind {kind}, not {self.kind}: name another folder")
         if saved["taps"] != list(self.config.taps):
             raise UsageError(f"{self.out}: the checkpoint was trained with taps {saved['taps']}, the data have others")
         return saved

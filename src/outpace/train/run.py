@@ -18,11 +18,11 @@ from ..bench.prompts import CLASSES, held_out
 from ..models.quantise import Precision
 from ..types import SampleOpts, Stats, UsageError
 from .data import Shards, fingerprint, record
+from .kinds import kind_of
 from .loop import CHECKPOINT, Recipe, Status, Trainer
 from .target import Target, default_taps
 from .torch_or_say import torch
 
-KINDS = ("eagle3",)
 PRECISION: Precision = "int8"  # what the target answers with: as `outpace generate` does
 SLOTS = 32  # answers at once: more give no more tokens per second
 CONTEXT = 1024
@@ -90,8 +90,7 @@ def train(
     out: the head's folder. data: the data's (OUT/data). resume: goes on with the run there. show: is told how it goes.
     Raises UsageError, ModelError, NumericalError; KeyboardInterrupt after leaving what there is in the folder.
     """
-    if kind not in KINDS:
-        raise UsageError(f"kind must be one of {', '.join(KINDS)}, got {kind!r:.40}")
+    recipe = recipe or Recipe(**kind_of(kind).recipe)
     data_minutes = 0.4 * minutes if data_minutes is None else data_minutes
     if not (0 < minutes <= 60 * 24 * 30 and 0 <= data_minutes < minutes):
         raise UsageError("minutes must be more than 0, and more than those for the data")
@@ -120,7 +119,7 @@ def train(
             record(model, data, made_by=made_by, taps=taps, seed=seed, seconds=seconds, progress=making)
     shards = Shards(data, made_by)
     resumed = resume and (out / CHECKPOINT).exists()
-    trainer = Trainer(parts, shards, out, name=target, seed=seed, recipe=recipe or Recipe(), resume=resumed)
+    trainer = Trainer(parts, shards, out, name=target, kind=kind, seed=seed, recipe=recipe, resume=resumed)
     seconds = 60 * (minutes - data_minutes)
 
     def training(status: Status) -> None:
@@ -131,17 +130,19 @@ def train(
 
     status = trainer.run(seconds, training)
     tell("held-out prompts", 0.0, "decoding them with the head")
-    return Trained(out, shards.answers, status, trainer.coverage, measure(target, out, threads))
+    return Trained(out, shards.answers, status, trainer.coverage, measure(target, out, kind, threads))
 
 
-def measure(target: str, head: Path, threads: int | None = None, most: int = MEASURED_TOKENS) -> dict[str, Measured]:
+def measure(
+    target: str, head: Path, kind: str, threads: int | None = None, most: int = MEASURED_TOKENS
+) -> dict[str, Measured]:
     """Decodes the held-out prompts greedily with chains of seven guesses of a head, with the engine that users run.
 
     most: tokens of an answer. By class, and "all".
     """
     found = {name: Measured() for name in (*CLASSES, "all")}
     more: dict[str, Any] = {"slots": 8, "threads": threads, "progress": False}
-    with load(target, precision=PRECISION, head=head, draft=KINDS[0], draft_tokens=DRAFTS, **more) as model:
+    with load(target, precision=PRECISION, head=head, draft=kind, draft_tokens=DRAFTS, **more) as model:
         for name in CLASSES:
             prompts = [model.chat_ids(list(prompt.messages)) for prompt in held_out() if prompt.kind == name]
             rooms = [min(most, model.target.capacity.positions - len(prompt)) for prompt in prompts]
