@@ -16,13 +16,13 @@ from outpace.backends.head import HeadRows
 from outpace.backends.native import NativeBackend
 from outpace.backends.native_head import NativeHead
 from outpace.heads.config import HeadConfig, head_tensors
+from outpace.heads.export import export_head
 from outpace.heads.loading import load_head
 from outpace.heads.reference import AutoregressiveHead, BlockHead, make_head
 from outpace.train.batches import batch_of
 from outpace.train.data import Example
 from outpace.train.eagle3 import EagleHead
 from outpace.train.evaluate import Score, score
-from outpace.train.export import bfloat16, export_head
 from outpace.train.kinds import KINDS, kind_of
 from outpace.train.losses import Labels, soft_cross_entropy
 from outpace.train.module import HeadModule
@@ -210,7 +210,7 @@ def test_an_exported_head_is_the_same_head_to_loader_oracle_and_core(kind: str, 
     for name, array in weights.items():
         np.testing.assert_allclose(rounded[name], array, rtol=2**-8)
 
-    example = examples(replace(config, taps=taps), (10, 4))[0]
+    example = examples(KINDS["eagle3"].config(TARGET, taps, len(D2T)), (10, 4))[0]
     head = parts.module(config, rounded, EMBEDDING, taps)
     with torch.no_grad():
         ours = np.stack([final[0].numpy() @ LM_HEAD[D2T].T for final in head.steps(batch_of([example]), 3)])
@@ -239,12 +239,6 @@ def test_an_exported_head_is_the_same_head_to_loader_oracle_and_core(kind: str, 
 def test_what_cannot_be_trained_is_refused(kind: str, says: str) -> None:
     with pytest.raises(UsageError, match=says):
         kind_of(kind).config(tiny.random_config("moe", num_hidden_layers=8), (1, 3, 4, 7), 9)
-
-
-def test_bfloat16_rounds_to_nearest_even() -> None:
-    values = np.array([1.0, 1.00390625, 1.01171875, -3.1415927, 1e-40, 65504.0], np.float32)
-    ours = bfloat16(values).f32()
-    np.testing.assert_array_equal(ours, torch.tensor(values).bfloat16().float().numpy())
 
 
 def test_the_score_is_what_decoding_round_by_round_keeps() -> None:

@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 
 from ..heads.config import HeadConfig
+from ..heads.export import export_head
 from ..types import I64, ModelError, NumericalError, UsageError
 from ..weights.files import replacing
 from .batches import Batch, batches
 from .data import Shards
 from .evaluate import score
-from .export import export_head
 from .kinds import kind_of
 from .losses import Labels, soft_cross_entropy
 from .module import rms
@@ -183,7 +183,8 @@ class Trainer:
         torch.save(state, written)
         with replacing(self.out / CHECKPOINT) as file:
             file.write(written.getbuffer())
-        export_head(self.out, self.config, self.head.arrays(), self.d2t, self.name)
+        ids = None if len(self.d2t) == self.config.layers.vocab_size else self.d2t
+        export_head(self.out, self.config, self.head.arrays(), ids, self.name, force=True)
 
     def _saved(self, resume: bool) -> dict[str, Any] | None:
         file = self.out / CHECKPOINT

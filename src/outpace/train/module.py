@@ -136,7 +136,7 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, own: Seque
     share = heads // groups
     # The rows that share keys lie side by side.
     q = (query * dim**-0.5).reshape(size, anchors, rows, groups, share, dim).permute(0, 3, 1, 2, 4, 5)
-    q = q.reshape(size, groups, anchors, rows * share, dim)
+    q = q.reshape(size, groups, anchors, rows * share, dim).contiguous()
     scores = (q.view(size, groups, -1, dim) @ keys.transpose(-1, -2)).float()
     scores = scores.view(size, groups, anchors, -1, slots).add_(mask)
     if own:
