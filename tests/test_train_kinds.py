@@ -19,7 +19,7 @@ from outpace.config import ModelConfig
 from outpace.heads.loading import load_head
 from outpace.models.loading import load_model
 from outpace.models.names import expected_tensors
-from outpace.train import data, loop, run
+from outpace.train import data, heap, loop, run
 from outpace.train.data import Example
 from outpace.train.kinds import KINDS, kind_of
 from outpace.train.loop import Recipe, Trainer
@@ -127,3 +127,20 @@ def test_the_command_goes_through_to_figures(
     head = load_head(out, load_model(folder).config)
     assert head.format == {"mtp": "speculators MTP", "dflash": "speculators DFlash"}[kind]
     assert head.config.draft_vocab_size < head.config.layers.vocab_size or head.d2t is None
+
+
+def test_gaps_in_the_heap_are_given_back() -> None:
+    def held() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+    if heap._malloc_trim is None or not Path("/proc/self/status").exists():
+        heap.give_back()  # does nothing, and no harm
+        pytest.skip("this C library gives back by itself")
+    pieces = [np.ones(64 << 10, np.uint8) for _ in range(2000)]  # too small for mappings of their own
+    last = pieces.pop()  # what lies behind the gap keeps the heap from shrinking
+    pieces.clear()
+    before = held()
+    heap.give_back()
+    assert before - held() > 60_000  # kB, of 128,000
+    assert last.all()

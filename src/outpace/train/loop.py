@@ -24,6 +24,7 @@ from ..weights.files import replacing
 from .batches import Batch, batches
 from .data import Shards
 from .evaluate import score
+from .heap import give_back
 from .kinds import kind_of
 from .losses import Labels, soft_cross_entropy
 from .module import rms
@@ -31,6 +32,7 @@ from .target import Target, draft_vocabulary
 from .torch_or_say import torch
 
 CHECKPOINT = "checkpoint.pt"
+TRIMMED = 16  # steps after which memory is given back: seldom enough to cost nothing that can be measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +154,8 @@ class Trainer:
                 if status.seconds >= seconds:
                     break
                 self._step(batch, status.seconds / seconds)
+                if status.step % TRIMMED == 0:
+                    give_back()
                 status.seconds = time.monotonic() - begin
                 if progress is not None:
                     progress(status)
