@@ -256,7 +256,7 @@ def test_the_command_makes_data_trains_and_goes_on(folder: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (("--kind", "medusa"), "kind must be one of eagle3, mtp, dflash"),
+        (("--kind", "eagle2"), "kind must be one of eagle3, mtp, dflash"),
         (("--minutes", "0"), "minutes must be more than 0"),
         (("--minutes", "1", "--data-minutes", "1"), "minutes must be more than 0, and more than those for the data"),
         (("--resume",), "nothing to go on with"),

@@ -15,14 +15,15 @@ from heads_oracle import draft, extend, step
 from outpace.backends.head import HeadRows
 from outpace.backends.native import NativeBackend
 from outpace.backends.native_head import NativeHead
+from outpace.config import RopeScaling
 from outpace.heads.config import HeadConfig, head_tensors
+from outpace.heads.export import export_head
 from outpace.heads.loading import load_head
 from outpace.heads.reference import AutoregressiveHead, BlockHead, make_head
 from outpace.train.batches import batch_of
 from outpace.train.data import Example
 from outpace.train.eagle3 import EagleHead
 from outpace.train.evaluate import Score, score
-from outpace.train.export import bfloat16, export_head
 from outpace.train.kinds import KINDS, kind_of
 from outpace.train.losses import Labels, soft_cross_entropy
 from outpace.train.module import HeadModule
@@ -191,17 +192,19 @@ def test_the_loss_and_its_gradient_are_those_of_the_plain_formula() -> None:
     assert torch.equal(labels.best, p.argmax(-1))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_exported_head_is_the_same_head_to_loader_oracle_and_core(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "scaled"), [(kind, scaled) for kind in KINDS for scaled in (False, True)])
+def test_an_exported_head_is_the_same_head_to_loader_oracle_and_core(kind: str, scaled: bool, tmp_path: Path) -> None:
     parts = KINDS[kind]
-    taps = default_taps(TARGET)
-    config = parts.config(TARGET, taps, len(D2T))
+    model = replace(TARGET, rope_scaling=heads_files.LLAMA3) if scaled else TARGET
+    taps = default_taps(model)
+    config = parts.config(model, taps, len(D2T))
+    assert config.layers.rope_scaling == model.rope_scaling
     layer = {name.replace("layers.7.", "layers.0."): array for name, array in ARRAYS.items() if "layers.7." in name}
-    target = Target(TARGET, EMBEDDING, LM_HEAD, ARRAYS["model.norm.weight"], layer)
+    target = Target(model, EMBEDDING, LM_HEAD, ARRAYS["model.norm.weight"], layer)
     weights = parts.first(config, target, 1)
     weights["hidden_norm.weight"] *= 1.25
     export_head(tmp_path / "head", config, weights, D2T, "tiny")
-    loaded = load_head(tmp_path / "head", TARGET)
+    loaded = load_head(tmp_path / "head", model)
     layers = replace(loaded.config.layers, max_window_layers=config.layers.max_window_layers)  # says nothing here
     assert replace(loaded.config, layers=layers) == config
     assert loaded.d2t is not None
@@ -210,13 +213,13 @@ def test_an_exported_head_is_the_same_head_to_loader_oracle_and_core(kind: str, 
     for name, array in weights.items():
         np.testing.assert_allclose(rounded[name], array, rtol=2**-8)
 
-    example = examples(replace(config, taps=taps), (10, 4))[0]
+    example = examples(KINDS["eagle3"].config(TARGET, taps, len(D2T)), (10, 4))[0]
     head = parts.module(config, rounded, EMBEDDING, taps)
     with torch.no_grad():
         ours = np.stack([final[0].numpy() @ LM_HEAD[D2T].T for final in head.steps(batch_of([example]), 3)])
     seen = replace(example, states=example.states[:, [taps.index(tap) for tap in config.taps]])
     features = seen.states.astype(np.float32).reshape(10, -1)
-    beside = NativeBackend(TARGET, WeightMap.from_tensors(ARRAYS), precision="f32", threads=1)
+    beside = NativeBackend(model, WeightMap.from_tensors(ARRAYS), precision="f32", threads=1)
     own = WeightMap.from_tensors(rounded | {"lm_head.weight": LM_HEAD[D2T]})
     core = NativeHead(beside, replace(config, own_lm_head=True), own, D2T, precision="f32")
     for anchor in range(5):
@@ -241,10 +244,11 @@ def test_what_cannot_be_trained_is_refused(kind: str, says: str) -> None:
         kind_of(kind).config(tiny.random_config("moe", num_hidden_layers=8), (1, 3, 4, 7), 9)
 
 
-def test_bfloat16_rounds_to_nearest_even() -> None:
-    values = np.array([1.0, 1.00390625, 1.01171875, -3.1415927, 1e-40, 65504.0], np.float32)
-    ours = bfloat16(values).f32()
-    np.testing.assert_array_equal(ours, torch.tensor(values).bfloat16().float().numpy())
+@pytest.mark.parametrize("kind", KINDS)
+def test_factors_of_a_gguf_file_have_no_place_in_a_heads_files(kind: str) -> None:
+    factors = RopeScaling(kind="factors", factors=(1.0,) * (TARGET.head_dim // 2))
+    with pytest.raises(UsageError, match="safetensors folder"):
+        kind_of(kind).config(replace(TARGET, rope_scaling=factors), (1, 3, 4, 7), 9)
 
 
 def test_the_score_is_what_decoding_round_by_round_keeps() -> None:

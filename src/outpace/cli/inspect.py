@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..weights.tensor import Tensor
 
 _LM_HEADS = ("lm_head.weight", "output.weight")  # Hugging Face's name, GGUF's
-_EMBEDDINGS = ("model.embed_tokens.weight", "token_embd.weight")
+EMBEDDINGS = ("model.embed_tokens.weight", "token_embd.weight")
 # Read for committed tokens only, or one row of it: no part of a draft step.
 _NOT_IN_A_STEP = ("model.embed_tokens.weight", "markov_w1.weight", "input_norm.weight")
 
@@ -47,22 +47,15 @@ def inspect(
     from .. import hub
     from ..heads.loading import open_target
     from ..opening import check_vocabulary, load_calibrated
-    from ..types import ModelError, UsageError
+    from ..types import UsageError
 
     path = Path(head)
     if not path.exists():
         path = hub.resolve(head, offline=offline)
     its = path if model is None else hub.resolve(model, offline=offline)
-    if model is not None:
-        target, tensors = open_target(its)
-    else:
-        try:
-            target, tensors = open_target(path)
-            inside = any(name in tensors for name in _EMBEDDINGS) and target.num_hidden_layers > 1
-        except ModelError:
-            inside = False
-        if not inside:
-            raise UsageError(f"{head}: say which model this head drafts for: --model NAME")
+    if model is None and not holds_a_model(path):
+        raise UsageError(f"{head}: say which model this head drafts for: --model NAME")
+    target, tensors = open_target(its)
     check_vocabulary(path, its)
     if forget:
         from ..calibrate import forget as forget_kept
@@ -81,6 +74,18 @@ def inspect(
     _show(facts)
     for text in loaded.notices:
         note(text)
+
+
+def holds_a_model(path: Path) -> bool:
+    """Whether a whole model is there, perhaps with a head inside, as far as names tell."""
+    from ..heads.loading import open_target
+    from ..types import ModelError
+
+    try:
+        config, tensors = open_target(path)
+    except ModelError:
+        return False
+    return any(name in tensors for name in EMBEDDINGS) and config.num_hidden_layers > 1
 
 
 def _calibrate(head: Path, model: Path) -> list[dict[str, Any]]:
@@ -109,7 +114,7 @@ def describe(loaded: LoadedHead, target: ModelConfig, tensors: Mapping[str, Tens
     from ..backends.memory import estimate_head
 
     config = loaded.config
-    lm_head = next((name for name in (*_LM_HEADS, *_EMBEDDINGS) if name in tensors), None)
+    lm_head = next((name for name in (*_LM_HEADS, *EMBEDDINGS) if name in tensors), None)
     kind = "F32" if lm_head is None else tensors[lm_head].kind
     need = estimate_head(config, loaded.weights, kind, "int8", target.max_position_embeddings)
     own = {name: loaded.weights.take_tensor(name) for name in loaded.weights.keys()}  # noqa: SIM118
@@ -117,7 +122,7 @@ def describe(loaded: LoadedHead, target: ModelConfig, tensors: Mapping[str, Tens
     step = sum(t.nbytes for name, t in own.items() if name not in left_out and not name.startswith("fc_norm."))
     if lm_head is not None and not config.own_lm_head:
         step += tensors[lm_head].nbytes * config.draft_vocab_size // target.vocab_size
-    reads = sum(t.nbytes for name, t in tensors.items() if name == lm_head or name not in _EMBEDDINGS)
+    reads = sum(t.nbytes for name, t in tensors.items() if name == lm_head or name not in EMBEDDINGS)
     layers = config.layers
     block = config.algorithm == "dflash"
     sizes = {"block_size": config.block_size, "mask_token": config.mask_token} if block else {}

@@ -30,21 +30,22 @@ class BlockHead(HeadModule):
         if count > self.guesses:
             raise UsageError(f"a block of this head has {self.guesses} guesses, not {count}")
         self._begin()
-        tokens = torch.from_numpy(batch.tokens)
+        device = self.embedding.device
+        tokens = torch.from_numpy(batch.tokens).to(device)
         size, longest = tokens.shape
-        anchors = torch.from_numpy(batch.answers)[:, None] - 1 + torch.arange(batch.anchors)
+        anchors = torch.from_numpy(batch.answers).to(device)[:, None] - 1 + torch.arange(batch.anchors, device=device)
         inside = anchors.clamp(max=longest - 1)
-        rows = torch.arange(config.block_size)
+        rows = torch.arange(config.block_size, device=device)
         place = (anchors[:, :, None] + 1 + rows).clamp(max=len(self.cos) - 1)  # [B, A, M]
 
         fused = torch.nn.functional.linear(self.states(batch).flatten(-2).float(), self._w("fc.weight"))
         features = self._norm(fused, "hidden_norm.weight")
-        newest = tokens[torch.arange(size)[:, None], (anchors + 1).clamp(max=longest - 1)]
+        newest = tokens[torch.arange(size, device=device)[:, None], (anchors + 1).clamp(max=longest - 1)]
         block = torch.where(rows == 0, newest[:, :, None], config.mask_token)
         x = self.embedding[block]  # [B, A, M, H]
-        mask = unseen(inside, longest)
+        slots, mask = torch.arange(longest, device=device), unseen(inside, longest)
         for layer in range(config.layers.num_hidden_layers):
-            keys, values = self._context(layer, features, torch.arange(longest))
+            keys, values = self._context(layer, features, slots)
             normed = self._norm(x, f"model.layers.{layer}.input_layernorm.weight")
             query, key, value = self._heads(layer, "qkv", normed)
             query, key = (self._turn(part, place).to(values.dtype) for part in (query, key))

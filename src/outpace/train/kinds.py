@@ -39,6 +39,15 @@ class Kind:
     recipe: Mapping[str, Any] = field(default_factory=dict)
 
 
+def check_target(target: ModelConfig) -> None:
+    """Raises UsageError for a target whose heads no layout holds."""
+    if target.rope_scaling is not None and target.rope_scaling.kind == "factors":
+        raise UsageError(
+            "a head cannot be trained for a GGUF file with factors for its rotary embeddings: train it for the same "
+            "model's safetensors folder"
+        )
+
+
 def kind_of(name: str) -> Kind:
     """Raises UsageError for a kind that is not there."""
     if name not in KINDS:
@@ -48,7 +57,8 @@ def kind_of(name: str) -> Kind:
 
 def eagle_config(target: ModelConfig, taps: tuple[int, ...], draft_vocabulary: int) -> HeadConfig:
     """One llama layer as wide as the target's, each head with keys and values of its own: the token comes in through
-    them alone, so they must not be narrow."""
+    them alone, so they must not be narrow. Raises as check_target."""
+    check_target(target)
     return HeadConfig(
         algorithm="eagle3",
         layers=_layers(target, "llama", 1),
@@ -63,7 +73,9 @@ def eagle_config(target: ModelConfig, taps: tuple[int, ...], draft_vocabulary: i
 
 def mtp_config(target: ModelConfig, taps: tuple[int, ...], draft_vocabulary: int) -> HeadConfig:
     """One layer of the target's own kind, which reads the last layer's output before the final norm and goes on with
-    its own state after its norm, as the speculators package trains it. Raises UsageError for a target of experts."""
+    its own state after its norm, as the speculators package trains it. Raises UsageError for a target of experts, and
+    as check_target."""
+    check_target(target)
     if target.num_experts:
         raise UsageError("mtp heads for models of experts cannot be trained: choose another kind")
     return HeadConfig(
@@ -79,7 +91,8 @@ def mtp_config(target: ModelConfig, taps: tuple[int, ...], draft_vocabulary: int
 
 def dflash_config(target: ModelConfig, taps: tuple[int, ...], draft_vocabulary: int) -> HeadConfig:
     """Two qwen3 layers. The mask token is the vocabulary's last: seldom a real one, and it need not be told apart from
-    the anchor, which has its place for that."""
+    the anchor, which has its place for that. Raises as check_target."""
+    check_target(target)
     return HeadConfig(
         algorithm="dflash",
         layers=_layers(target, "qwen3", BLOCK_LAYERS),

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from ..heads.config import HeadConfig
+from ..heads.export import export_head
 from ..models.names import HEAD
 from ..types import I64, ModelError, NumericalError, UsageError
 from ..weights.files import replacing
@@ -26,7 +27,7 @@ from . import history
 from .batches import Batch, batches
 from .data import Shards
 from .evaluate import score
-from .export import export_head
+from .heap import give_back
 from .kinds import kind_of
 from .losses import LOSSES, Labels, guess_loss, tv_share
 from .module import rms
@@ -35,6 +36,7 @@ from .target import Target, draft_vocabulary
 from .torch_or_say import torch
 
 CHECKPOINT = "checkpoint.pt"
+TRIMMED = 16  # steps after which memory is given back: seldom enough to cost nothing that can be measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +204,8 @@ class Trainer:
                 if status.seconds >= seconds:
                     break
                 self._step(batch, status.seconds / seconds)
+                if status.step % TRIMMED == 0:
+                    give_back()
                 status.seconds = time.monotonic() - begin
                 if progress is not None:
                     progress(status)
@@ -246,7 +250,8 @@ class Trainer:
         torch.save(state, written)
         with replacing(self.out / CHECKPOINT) as file:
             file.write(written.getbuffer())
-        export_head(self.out, self.config, self.head.arrays(), self.d2t, self.name)
+        ids = None if len(self.d2t) == self.config.layers.vocab_size else self.d2t
+        export_head(self.out, self.config, self.head.arrays(), ids, self.name, force=True)
         if self._sums:
             self.history.append(self._line(watch))
             self._sums.clear()

@@ -29,6 +29,10 @@ class HeadModule(torch.nn.Module):
     lack one of the head's.
     """
 
+    embedding: Tensor
+    cos: Tensor
+    sin: Tensor
+
     def __init__(
         self, config: HeadConfig, weights: Mapping[str, F32], embedding: F32, recorded: Sequence[int] | None = None
     ) -> None:
@@ -41,9 +45,9 @@ class HeadModule(torch.nn.Module):
         self.weights = torch.nn.ParameterDict(
             {_key(name): torch.nn.Parameter(torch.tensor(weights[name])) for name in head_tensors(config)}
         )
-        self.embedding = torch.tensor(embedding)
-        tables = rotary_tables(config.layers, np.arange(config.layers.max_position_embeddings))
-        self.cos, self.sin = (torch.tensor(table) for table in tables)
+        cos, sin = rotary_tables(config.layers, np.arange(config.layers.max_position_embeddings))
+        for name, table in (("embedding", embedding), ("cos", cos), ("sin", sin)):
+            self.register_buffer(name, torch.tensor(table), persistent=False)  # moves with the weights, is not saved
         self._ready: dict[tuple[str, ...], Tensor] = {}
 
     @property
@@ -65,7 +69,7 @@ class HeadModule(torch.nn.Module):
 
     def states(self, batch: Batch) -> Tensor:
         """What the head's taps gave, float16 [B, T, taps, T's hidden size]."""
-        states = torch.from_numpy(batch.states)
+        states = torch.from_numpy(batch.states).to(self.embedding.device)
         return states if len(self.columns) == states.shape[2] else states[:, :, self.columns]
 
     def _context(self, layer: int, x: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
@@ -109,8 +113,9 @@ class HeadModule(torch.nn.Module):
         if stems not in self._ready:
             weights = [self._w(stem + ".weight") for stem in stems]
             whole = torch.cat(weights) if stems[1:] else weights[0]
+            device = whole.device.type
             self._ready[stems] = (
-                whole.to(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else whole
+                whole.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else whole
             )
         biases = [self._w(stem + ".bias") for stem in stems if _key(stem + ".bias") in self.weights]
         bias = torch.cat(biases) if biases else None
@@ -128,7 +133,7 @@ class HeadModule(torch.nn.Module):
 
 def unseen(last: Tensor, slots: int) -> Tensor:
     """A mask for `attend`, [B, 1, A, 1, T]: drafts see the slots of a context of T up to last [B, A]."""
-    return torch.where(torch.arange(slots) > last[:, :, None], -torch.inf, 0.0)[:, None, :, None]
+    return torch.where(torch.arange(slots, device=last.device) > last[:, :, None], -torch.inf, 0.0)[:, None, :, None]
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, own: Sequence[Tensor] = ()) -> Tensor:
@@ -142,7 +147,7 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, own: Seque
     share = heads // groups
     # The rows that share keys lie side by side.
     q = (query * dim**-0.5).reshape(size, anchors, rows, groups, share, dim).permute(0, 3, 1, 2, 4, 5)
-    q = q.reshape(size, groups, anchors, rows * share, dim)
+    q = q.reshape(size, groups, anchors, rows * share, dim).contiguous()
     scores = (q.view(size, groups, -1, dim) @ keys.transpose(-1, -2)).float()
     scores = scores.view(size, groups, anchors, -1, slots).add_(mask)
     if own:

@@ -105,6 +105,7 @@ def train(
     made_by = fingerprint(path, PRECISION)
     parts = Target.load(path)
     taps = default_taps(parts.config)
+    kind_of(kind).config(parts.config, taps, 1)  # what cannot be trained is refused before any work
     context = min(CONTEXT, parts.config.max_position_embeddings)
 
     more: dict[str, Any] = {"slots": SLOTS, "context": context, "threads": threads, "progress": False}

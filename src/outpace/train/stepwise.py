@@ -39,12 +39,13 @@ class StepwiseHead(HeadModule):
     def steps(self, batch: Batch, count: int) -> Iterator[Tensor]:
         """As HeadModule.steps; a draft sees the target's features up to its anchor, and its own steps."""
         self._begin()
-        tokens = torch.from_numpy(batch.tokens)
+        device = self.embedding.device
+        tokens = torch.from_numpy(batch.tokens).to(device)
         size, longest = tokens.shape
-        slots = torch.arange(longest)
-        anchors = torch.from_numpy(batch.answers)[:, None] - 1 + torch.arange(batch.anchors)
+        slots = torch.arange(longest, device=device)
+        anchors = torch.from_numpy(batch.answers).to(device)[:, None] - 1 + torch.arange(batch.anchors, device=device)
         inside = anchors.clamp(max=longest - 1)
-        sequence = torch.arange(size)[:, None]
+        sequence = torch.arange(size, device=device)[:, None]
         depth = self.config.layers.num_hidden_layers
 
         # What the target left behind: every slot through all layers but the last, where only the anchors go on.
