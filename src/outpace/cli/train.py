@@ -32,6 +32,10 @@ def train(
     ] = None,
     data: Annotated[Path | None, typer.Option(help="The folder of the data.", show_default="OUT/data")] = None,
     seed: Annotated[int, typer.Option(help="Of prompts, answers and the head's first weights.")] = 0,
+    loss: Annotated[str, typer.Option(help="What a guess costs: kl, tv or hybrid.")] = "kl",
+    train_head: Annotated[
+        bool, typer.Option("--train-head", help="Give the head output rows of its own, which begin as the model's.")
+    ] = False,
     threads: Annotated[int | None, typer.Option(help="Threads.", show_default="one per core")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in that folder.")] = False,
     as_json: AsJson = False,
@@ -56,6 +60,8 @@ def train(
             seed=seed,
             resume=resume,
             threads=threads,
+            loss=loss,
+            own_head=train_head,
             show=shown.show,
         )
     found = _figures(made)

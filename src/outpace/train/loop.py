@@ -140,13 +140,14 @@ class Trainer:
         self.kind, parts = kind, kind_of(kind)
         self.status = Status()
         saved = self._saved(resume)
+        self.own_head = recipe.own_head if saved is None else saved.get("own_head", False)
         if saved is None:
             counts = data.counts(config.vocab_size)
             self.d2t: I64 = draft_vocabulary(counts, min(recipe.vocabulary, config.vocab_size), config.eos_token_ids)
         else:
             self.d2t = saved["d2t"].numpy()  # the head's rows, whatever is frequent in data that were added
             self.status = Status(**saved["status"])
-        self.config: HeadConfig = replace(parts.config(config, data.taps, len(self.d2t)), own_lm_head=recipe.own_head)
+        self.config: HeadConfig = replace(parts.config(config, data.taps, len(self.d2t)), own_lm_head=self.own_head)
         if saved is not None:
             self._check(saved)
         self.dtype = fastest()
@@ -154,7 +155,7 @@ class Trainer:
         # Without their mean, which moves all logits alike: what is left survives 16 bits better.
         rows = rows - rows.mean(0)
         first = parts.first(self.config, target, seed)
-        if recipe.own_head:
+        if self.own_head:
             first[HEAD] = rows
         self.head = parts.module(self.config, first, target.embedding, data.taps)
         self.lm_head = torch.tensor(rows).to(self.dtype)
@@ -179,7 +180,7 @@ class Trainer:
     @property
     def own_rows(self) -> torch.Tensor | None:
         """The head's own output rows [Vd, H], or None where it uses the target's."""
-        rows: torch.Tensor | None = self.head.rows if self.recipe.own_head else None
+        rows: torch.Tensor | None = self.head.rows if self.own_head else None
         return rows
 
     @property
@@ -242,7 +243,7 @@ class Trainer:
             "optimiser": self.optimiser.state_dict(),
             "d2t": torch.from_numpy(self.d2t),
             "kind": self.kind,
-            "own_head": self.recipe.own_head,
+            "own_head": self.own_head,
             "taps": list(self.config.taps),
             "status": {name: getattr(self.status, name) for name in Status.__slots__},
         }
@@ -297,9 +298,8 @@ class Trainer:
             raise UsageError(f"{self.out}: the head there is of kind {kind}, not {self.kind}: name another folder")
         if saved["taps"] != list(self.config.taps):
             raise UsageError(f"{self.out}: the checkpoint was trained with taps {saved['taps']}, the data have others")
-        if saved.get("own_head", False) != self.recipe.own_head:
-            has = "has" if saved.get("own_head", False) else "has no"
-            raise UsageError(f"{self.out}: the head there {has} output rows of its own: name another folder")
+        if self.recipe.own_head and not saved.get("own_head", False):
+            raise UsageError(f"{self.out}: the head there has no output rows of its own: name another folder")
 
     def _batches(self) -> Iterator[Batch]:
         """This process's batches, from where the run stands."""

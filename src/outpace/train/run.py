@@ -7,7 +7,7 @@ that it can be stopped at any time and go on.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,8 @@ def train(
     seed: int = 0,
     resume: bool = False,
     threads: int | None = None,
+    loss: str = "kl",
+    own_head: bool = False,
     recipe: Recipe | None = None,
     show: Show | None = None,
 ) -> Trained:
@@ -90,7 +92,7 @@ def train(
     out: the head's folder. data: the data's (OUT/data). resume: goes on with the run there. show: is told how it goes.
     Raises UsageError, ModelError, NumericalError; KeyboardInterrupt after leaving what there is in the folder.
     """
-    recipe = recipe or Recipe(**kind_of(kind).recipe)
+    recipe = replace(recipe or Recipe(**kind_of(kind).recipe), loss=loss, own_head=own_head)
     data_minutes = 0.4 * minutes if data_minutes is None else data_minutes
     if not (0 < minutes <= 60 * 24 * 30 and 0 <= data_minutes < minutes):
         raise UsageError("minutes must be more than 0, and more than those for the data")
