@@ -19,10 +19,12 @@ PATIENCE = timedelta(days=31)
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """The processes of a run. rank: which one this is, 0 .. size - 1; 0 writes the files and keeps the time."""
+    """The processes of a run. rank: which one this is, 0 .. size - 1; 0 writes the files and keeps the time. here: how
+    many run on this machine."""
 
     rank: int = 0
     size: int = 1
+    here: int = 1
 
     @classmethod
     def join(cls) -> Workers:
@@ -32,7 +34,7 @@ class Workers:
             return cls()
         if not torch.distributed.is_initialized():
             torch.distributed.init_process_group("gloo", timeout=PATIENCE)
-        return cls(torch.distributed.get_rank(), size)
+        return cls(torch.distributed.get_rank(), size, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
     @property
     def first(self) -> bool:
