@@ -109,6 +109,7 @@ def test_the_command_goes_through_to_figures(
     monkeypatch.setattr(data, "ANSWER_TOKENS", 10)
     monkeypatch.setattr(data, "PROMPT_TOKENS", 240)
     monkeypatch.setattr(run, "SLOTS", 4)
+    monkeypatch.setattr(run, "TOKENS", 16)
     few = [prompt for prompt in outpace.bench.prompts.held_out() if prompt.id.endswith("-2")]
     monkeypatch.setattr(outpace.bench.drafter, "held_out", lambda: few)
     init = Recipe.__init__

@@ -28,7 +28,7 @@ from .torch_or_say import torch
 PRECISION: Precision = "int8"  # what the target answers with: as `outpace generate` does
 SLOTS = 32  # answers at once: more give no more tokens per second
 CONTEXT = 1024
-TIMED = 2  # held-out prompts of each class whose speed is measured at the end
+TOKENS, TIMED = 200, 2  # at the end: tokens of an answer, and prompts of each class whose speed is measured
 
 Show = Callable[[str, float, str], None]  # what is being done, the part that is done, and how it stands
 
@@ -121,5 +121,7 @@ def train(
         def measuring(what: str, part: float) -> None:
             tell("held-out prompts", part, what)
 
-        held_out = measure_drafter(target, out, timed=TIMED, precision=PRECISION, threads=threads, progress=measuring)
+        held_out = measure_drafter(
+            target, out, tokens=TOKENS, timed=TIMED, precision=PRECISION, threads=threads, progress=measuring
+        )
     return Trained(out, shards.answers, status, trainer.coverage, held_out)
