@@ -11,6 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import outpace.bench.drafter
 import outpace.bench.prompts
 import tiny
 import tiny_folder
@@ -109,7 +110,7 @@ def test_the_command_goes_through_to_figures(
     monkeypatch.setattr(data, "PROMPT_TOKENS", 240)
     monkeypatch.setattr(run, "SLOTS", 4)
     few = [prompt for prompt in outpace.bench.prompts.held_out() if prompt.id.endswith("-2")]
-    monkeypatch.setattr(run, "held_out", lambda: few)
+    monkeypatch.setattr(outpace.bench.drafter, "held_out", lambda: few)
     init = Recipe.__init__
 
     def quick(self: Recipe, **more: Any) -> None:
@@ -122,8 +123,9 @@ def test_the_command_goes_through_to_figures(
     assert result.exit_code == 0, result.output
     made = json.loads(result.stdout)
     assert made["positions"] > 0
-    assert made["tokens_per_round"]["all"] >= 1.0
-    assert len(made["kept_by_position"]) == 7
+    found, *_ = made["held_out"]["acceptance"]
+    assert found["tokens_per_round"]["all"] >= 1.0
+    assert len(found["kept_by_position"]) == 7
     head = load_head(out, load_model(folder).config)
     assert head.format == {"mtp": "speculators MTP", "dflash": "speculators DFlash"}[kind]
     assert head.config.draft_vocab_size < head.config.layers.vocab_size or head.d2t is None

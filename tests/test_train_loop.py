@@ -15,6 +15,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+import outpace.bench.drafter
 import outpace.bench.prompts
 import tiny
 import tiny_folder
@@ -213,7 +214,7 @@ def _small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(data, "PROMPT_TOKENS", 240)
     monkeypatch.setattr(run, "SLOTS", 4)
     few = [prompt for prompt in outpace.bench.prompts.held_out() if prompt.id.endswith(("-2", "-3"))]
-    monkeypatch.setattr(run, "held_out", lambda: few)
+    monkeypatch.setattr(outpace.bench.drafter, "held_out", lambda: few)
     monkeypatch.setattr(loop.Recipe, "__init__", _quick(loop.Recipe.__init__))
 
 
@@ -236,8 +237,14 @@ def test_the_command_makes_data_trains_and_goes_on(folder: Path, tmp_path: Path)
     made = json.loads(result.stdout)
     assert made["answer_tokens"] > 0
     assert made["positions"] > 0
-    assert set(made["tokens_per_round"]) == {*outpace.bench.prompts.CLASSES, "all"}
-    assert len(made["kept_by_position"]) == 7
+    runs = made["held_out"]["acceptance"]
+    assert [(run["shape"], run["temperature"]) for run in runs] == [
+        ("chain", 0.0), ("tree", 0.0), ("chain", 0.7), ("tree", 0.7),
+    ]  # fmt: skip
+    for each in runs:
+        assert set(each["tokens_per_round"]) == {*outpace.bench.prompts.CLASSES, "all"}
+        assert len(each["kept_by_position"]) == 7
+    assert set(made["held_out"]["speed"]) == {"head", "auto"}
     head = load_head(out, load_model(folder).config)
     assert head.format == "speculators EAGLE-3"
     assert head.config.taps == (1, 3, 4, 7)

@@ -49,8 +49,9 @@ def batch_of(sequences: Sequence[Example]) -> Batch:
     return Batch(tokens, states, answers, lengths - answers)
 
 
-def batches(sequences: Sequence[Example], positions: int, seed: int) -> Iterator[Batch]:
-    """One epoch in an order of its own: batches of about `positions` anchors, of sequences of similar length."""
+def batches(sequences: Sequence[Example], positions: int, seed: int, start: int = 0) -> Iterator[Batch]:
+    """One epoch in an order of its own, from batch `start` on: batches of about `positions` anchors, of sequences of
+    similar length."""
     rng = random.Random(f"batches {seed}")
     order = list(range(len(sequences)))
     rng.shuffle(order)
@@ -67,5 +68,5 @@ def batches(sequences: Sequence[Example], positions: int, seed: int) -> Iterator
         if group:
             found.append(group)
     rng.shuffle(found)
-    for group in found:
+    for group in found[start:]:
         yield batch_of([sequences[i] for i in group])

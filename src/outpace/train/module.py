@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from ..heads.config import HeadConfig, head_tensors
+from ..models.names import HEAD
 from ..models.rotary import rotary_tables
 from ..types import F32, UsageError
 from .batches import Batch
@@ -48,6 +49,11 @@ class HeadModule(torch.nn.Module):
         for name, table in (("embedding", embedding), ("cos", cos), ("sin", sin)):
             self.register_buffer(name, torch.tensor(table), persistent=False)  # moves with the weights, is not saved
         self._ready: dict[tuple[str, ...], Tensor] = {}
+
+    @property
+    def rows(self) -> Tensor:
+        """Output rows of its own [draft vocabulary, H]; only where `config` has them."""
+        return self._w(HEAD)
 
     def steps(self, batch: Batch, count: int) -> Iterator[Tensor]:
         """The final hidden states [B, A, H] of guess 0, 1, ... count - 1 of the drafts from every anchor.
