@@ -1,12 +1,13 @@
-"""Run by torchrun from test_train_parallel.py: trains a few steps on a tiny target as one of several processes.
-
-torchrun ... train_workers.py DATA OUT STEPS
+"""Training on a tiny target in a process of its own: `DATA OUT STEPS` as one of several that torchrun started;
+`DATA OUT forever [--resume]` until it is killed, saving at each step. Run by test_train_parallel.py.
 """
 
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,8 +18,13 @@ from test_train_loop import RECIPE, TARGET, Clock
 
 
 def main() -> None:
-    folder, out, steps = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
+    folder, out = Path(sys.argv[1]), Path(sys.argv[2])
+    if sys.argv[3] == "forever":
+        options: dict[str, Any] = {"recipe": replace(RECIPE, save=0.0), "resume": "--resume" in sys.argv}
+        loop.Trainer(TARGET, Shards(folder, "me"), out, name="tiny", **options).run(600)
+        return
+    steps = int(sys.argv[3])
     clock = Clock()  # each process has one of its own, but what the first one says holds
     loop.time, loop.fastest = clock, lambda: torch.float32  # type: ignore[assignment]
     workers = Workers.join()

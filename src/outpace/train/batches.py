@@ -57,9 +57,9 @@ def batches(sequences: Sequence[Example], positions: int, seed: int, start: int 
     rng.shuffle(order)
     found: list[list[int]] = []
     chunk = 512  # sequences among which lengths are sorted: enough for little padding, few enough to stay mixed
-    for start in range(0, len(order), chunk):
+    for at in range(0, len(order), chunk):
         group: list[int] = []
-        for i in sorted(order[start : start + chunk], key=lambda i: len(sequences[i].tokens) - sequences[i].answer):
+        for i in sorted(order[at : at + chunk], key=lambda i: len(sequences[i].tokens) - sequences[i].answer):
             most = len(sequences[i].tokens) - sequences[i].answer  # ascending: the longest so far
             if group and most * (len(group) + 1) > positions:
                 found.append(group)

@@ -23,7 +23,7 @@ from ..heads.export import export_head
 from ..models.names import HEAD
 from ..types import I64, ModelError, NumericalError, UsageError
 from ..weights.files import replacing
-from . import history
+from . import history, plot
 from .batches import Batch, batches
 from .data import Shards
 from .evaluate import score
@@ -254,15 +254,18 @@ class Trainer:
         ids = None if len(self.d2t) == self.config.layers.vocab_size else self.d2t
         export_head(self.out, self.config, self.head.arrays(), ids, self.name, force=True)
         if self._sums:
-            self.history.append(self._line(watch))
+            self.history.append(self._line())
             self._sums.clear()
+        if watch and self.history:
+            self.history[-1]["tokens_per_round"] = round(self.status.checked, 4)
         history.write(self.out, self.history)
+        plot.draw(self.out, self.history)
 
-    def _line(self, watched: bool) -> history.Line:
+    def _line(self) -> history.Line:
         """What happened since the line before."""
         status = self.status
         agrees = [agree for _, agree in self._sums]
-        line: history.Line = {
+        return {
             "seconds": round(status.seconds, 3),
             "step": status.step,
             "positions": status.positions,
@@ -273,7 +276,6 @@ class Trainer:
                 for j in range(max(map(len, agrees)))
             ],
         }
-        return line | ({"tokens_per_round": round(status.checked, 4)} if watched else {})
 
     def _not_finite(self, what: str) -> NumericalError:
         left = "has the last good checkpoint" if (self.out / CHECKPOINT).exists() else "has no checkpoint yet"
@@ -334,7 +336,7 @@ class Trainer:
                 right[j] = float((best == labels.best[at]).sum())
         value, *right = self.workers.total([float(total.detach()), *right])
         if not math.isfinite(value):
-            raise self._not_finite("loss is")
+            raise self._not_finite("loss is" if bool(np.isfinite(batch.states).all()) else "training data are")
         total.backward()  # type: ignore[no-untyped-call]
         self.workers.add_gradients(self.head.parameters())
         norm = torch.nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)

@@ -6,6 +6,7 @@ that it can be stopped at any time and go on.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -106,6 +107,8 @@ def train(
         rate = status.positions / max(status.seconds, 1e-9)
         agree = " ".join(f"{part:.2f}" for part in status.agree)
         how = f"step {status.step}, loss {status.loss:.3f}, agreement {agree}, {rate:.0f} positions/s"
+        if not math.isnan(status.checked):
+            how += f", {status.checked:.2f} tokens per round"
         tell("training", status.seconds / seconds, how)
 
     status = trainer.run(seconds, training if workers.first else None)
