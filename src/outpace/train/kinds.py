@@ -143,8 +143,15 @@ def mtp_first(config: HeadConfig, target: Target, seed: int) -> dict[str, F32]:
 
 
 def dflash_first(config: HeadConfig, target: Target, seed: int) -> dict[str, F32]:
-    """The context is the last tap, everything else is small."""
-    return eagle_first(config, target, seed)
+    """The context is the last tap, and goes straight through attention: a block begins as the mean of what was there
+    before. Otherwise it would begin as the mask token, and learn first that it is not."""
+    weights = eagle_first(config, target, seed)
+    for layer in range(config.layers.num_hidden_layers):
+        for part in "vo":
+            matrix = weights[f"model.layers.{layer}.self_attn.{part}_proj.weight"]
+            straight = min(matrix.shape)
+            matrix[:straight, :straight] = np.eye(straight, dtype=np.float32)
+    return weights
 
 
 def _small(config: HeadConfig, target: Target, seed: int) -> dict[str, F32]:
