@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from outpace.api import LanguageModel, load
+from outpace.bench.drafter import interval
 from outpace.bench.kernels import processor
 from outpace.costs import measure_shape
 from outpace.drafters import Drafter, SuffixDrafter
@@ -116,12 +117,6 @@ def measure(modes: dict[str, tuple[list[Drafter], int | None]], plain: LanguageM
             )
         sys.stdout.flush()
     return found
-
-
-def interval(values: list[float]) -> tuple[float, float]:
-    rng = random.Random(0)
-    medians = sorted(statistics.median(rng.choices(values, k=len(values))) for _ in range(2000))
-    return medians[50], medians[-51]
 
 
 def main() -> None:

@@ -7,23 +7,28 @@ import importlib
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+import outpace.bench.drafter
 import outpace.bench.prompts
 import tiny
 import tiny_folder
 from outpace.cli.app import build
 from outpace.heads.loading import load_head
 from outpace.models.loading import load_model
-from outpace.train import data, loop, run
+from outpace.train import data, history, loop, run
+from outpace.train.batches import batch_of, batches
 from outpace.train.data import Example, Shards
 from outpace.train.loop import CHECKPOINT, Recipe, Trainer, fastest
+from outpace.train.plot import PLOT, draw
 from outpace.train.target import Target, default_taps
 from outpace.types import ModelError, NumericalError, UsageError
 
@@ -126,7 +131,7 @@ def test_ctrl_c_leaves_a_head_and_resume_goes_on(tmp_path: Path) -> None:
 
 def test_a_kill_between_checkpoints_loses_only_what_came_after(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    learner = trainer(tmp_path, out, recipe=Recipe(**{**_fields(RECIPE), "save": 20.0}))
+    learner = trainer(tmp_path, out, recipe=replace(RECIPE, save=20.0))
     steps: list[int] = []
 
     def killed(status: Any) -> None:
@@ -159,6 +164,123 @@ def test_a_loss_that_is_not_a_number_stops_with_the_last_good_checkpoint(tmp_pat
     assert all(np.isfinite(array).all() for array in again.head.arrays().values())
 
 
+def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
+    learner = trainer(tmp_path, tmp_path / "out")
+    learner.save()
+    before = {file: file.read_bytes() for file in (tmp_path / "out").iterdir()}
+    with torch.no_grad():
+        next(learner.head.parameters()).view(-1)[0] = math.inf
+    with pytest.raises(NumericalError, match="weights are not finite"):
+        learner.save()
+    assert {file: file.read_bytes() for file in (tmp_path / "out").iterdir()} == before
+
+
+def test_data_that_are_not_finite_stop_the_run_and_are_named(tmp_path: Path) -> None:
+    learner = trainer(tmp_path, tmp_path / "out")
+    learner.sequences = [Example(s.tokens, np.full_like(s.states, np.nan), s.answer) for s in learner.sequences]
+    with pytest.raises(NumericalError, match=r"training data are not finite at step 0.*no checkpoint yet"):
+        learner.run(100)
+    assert all(np.isfinite(array).all() for array in learner.head.arrays().values())
+
+
+@pytest.mark.parametrize("loss", ["tv", "hybrid"])
+def test_the_other_losses_learn_and_a_head_gets_rows_of_its_own(tmp_path: Path, loss: str) -> None:
+    recipe = replace(RECIPE, loss=loss, own_head=True)
+    learner = trainer(tmp_path, tmp_path / "out", recipe=recipe)
+    assert learner.own_rows is not None
+    first, before = learner.own_rows.detach().clone(), learner.validate(3)
+    learner.run(120)
+    assert learner.validate(3) > 1.3 * before
+    assert not torch.allclose(first, learner.own_rows)
+    assert learner.history[-1]["tokens_per_round"] == pytest.approx(learner.validate(), abs=1e-3)
+    head = load_head(tmp_path / "out", CONFIG)
+    assert head.config.own_lm_head
+    np.testing.assert_allclose(head.weights.take("lm_head.weight")[0], learner.own_rows.detach(), rtol=2**-8)
+    again = trainer(tmp_path, tmp_path / "out", recipe=RECIPE, resume=True)  # as the checkpoint has it
+    assert again.own_rows is not None
+    assert torch.equal(again.own_rows, learner.own_rows)
+    with pytest.raises(UsageError, match="loss must be one of kl, tv, hybrid"):
+        trainer(tmp_path, tmp_path / "new", recipe=replace(RECIPE, loss="ce"))
+
+
+def test_rows_whose_token_the_head_cannot_guess_do_not_count(tmp_path: Path) -> None:
+    learner = trainer(tmp_path, tmp_path / "out")
+    batch = batch_of(learner.sequences[:5])
+    all_places, _ = learner.labels(batch)
+    missing = int(learner.sequences[0].tokens[-2])
+    learner.known[missing] = False
+    places, labels = learner.labels(batch)
+    for b in range(5):
+        answer = batch.tokens[b, batch.answers[b] :][: batch.counts[b]]
+        for a in range(batch.counts[b]):
+            out = a + 1 < batch.counts[b] and answer[a + 1] == missing
+            assert (int(places[b, a]) < 0) == out
+        assert bool((all_places[b, : batch.counts[b]] >= 0).all())
+        assert bool((places[b, batch.counts[b] :] < 0).all())
+    assert sorted(places[places >= 0].tolist()) == list(range(len(labels.best)))
+
+
+def test_going_on_takes_the_batches_that_are_left_and_data_that_were_added(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+
+    def seen_by(learner: Trainer, steps: int) -> list[bytes]:
+        found: list[bytes] = []
+        real = learner._step
+
+        def step(batch: Any, part: float) -> None:
+            found.append(batch.tokens.tobytes())
+            real(batch, part)
+
+        def stop(status: Any) -> None:
+            if len(found) == steps:
+                raise KeyboardInterrupt
+
+        learner._step = step  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            learner.run(1000, stop)
+        return found
+
+    whole = seen_by(trainer(tmp_path, tmp_path / "whole"), 14)
+    parts = seen_by(trainer(tmp_path, out), 5)
+    parts += seen_by(trainer(tmp_path, out, resume=True), 9)
+    assert parts == whole
+
+    index = json.loads((tmp_path / data.INDEX).read_text())
+    rng = np.random.default_rng(1)
+    states = rng.standard_normal((20, len(TAPS), CONFIG.hidden_size)).astype(np.float16)
+    more = [Example(np.full(20, 50, np.int32), states, 3)]
+    index["shards"].append(data._write(tmp_path, 1, more * 9) | {"next": 99, "milliseconds": 1})
+    (tmp_path / data.INDEX).write_text(json.dumps(index))
+    before = torch.load(out / CHECKPOINT, weights_only=True)
+    again = trainer(tmp_path, out, resume=True)
+    assert again.d2t.tolist() == before["d2t"].tolist() != trainer(tmp_path, tmp_path / "new").d2t.tolist()
+    assert len(again.sequences) > before["status"]["sequences"]
+    assert (again.status.epoch, again.status.batch) == (before["status"]["epoch"] + 1, 0)
+    seen_by(again, 3)
+    assert [line["step"] for line in again.history] == [5, 14, 17]
+
+
+def test_an_epoch_has_every_sequence_once_and_can_begin_in_the_middle() -> None:
+    rng = np.random.default_rng(0)
+    states = np.zeros((1, 1, 1), np.float16)
+    sequences = [
+        Example(np.full(n, i, np.int32), states.repeat(n, 0), 1) for i, n in enumerate(rng.integers(2, 9, 1200))
+    ]
+    whole = [batch.tokens[:, 0].tolist() for batch in batches(sequences, 40, seed=3)]
+    assert sorted(i for batch in whole for i in batch) == list(range(1200))
+    rest = [batch.tokens[:, 0].tolist() for batch in batches(sequences, 40, seed=3, start=17)]
+    assert rest == whole[17:]
+    assert whole != [batch.tokens[:, 0].tolist() for batch in batches(sequences, 40, seed=4)]
+
+
+def test_the_rate_rises_gently_when_a_run_goes_on_for_longer() -> None:
+    recipe = Recipe()
+    assert recipe.factor(0.5, since=0.5, before=0.05) == pytest.approx(0.05)
+    assert 0.05 < recipe.factor(0.51, since=0.5, before=0.05) < recipe.factor(0.51, before=1.0)
+    assert recipe.factor(0.52, since=0.5, before=0.05) == pytest.approx(recipe.factor(0.52))
+    assert recipe.factor(0.5, since=0.5, before=1.0) == pytest.approx(recipe.factor(0.5))  # it is never above
+
+
 def test_a_damaged_checkpoint_and_foreign_data_are_refused(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with pytest.raises(UsageError, match="no checkpoint"):
@@ -174,12 +296,26 @@ def test_a_damaged_checkpoint_and_foreign_data_are_refused(tmp_path: Path) -> No
         Trainer(TARGET, shards, tmp_path / "other", name="tiny", recipe=RECIPE)
 
 
+def test_a_run_is_drawn_and_a_damaged_history_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
+    draw(tmp_path, [])
+    assert not (tmp_path / PLOT).exists()
+    lines: list[dict[str, Any]] = [
+        {"seconds": 60.0 * i, "step": i, "loss": 3.0 - 0.1 * i, "agree": [0.1 * i] * (1 + (i > 2))} for i in range(1, 6)
+    ]
+    lines[-1]["tokens_per_round"] = 1.5
+    history.write(tmp_path, lines)
+    assert history.read(tmp_path) == lines
+    draw(tmp_path, lines)
+    picture = ElementTree.parse(tmp_path / PLOT)
+    assert [len(line.attrib["points"].split()) for line in picture.findall(".//{*}polyline")] == [5, 5, 3]
+    assert len(picture.findall(".//{*}circle")) == 1
+    with open(tmp_path / history.HISTORY, "a") as file:
+        file.write('{"seconds": 300, "st')
+    assert history.read(tmp_path) == lines
+
+
 def test_the_dtype_is_one_of_two() -> None:
     assert fastest() in (torch.float32, torch.bfloat16)
-
-
-def _fields(recipe: Recipe) -> dict[str, Any]:
-    return {name: getattr(recipe, name) for name in recipe.__slots__}
 
 
 # ------------------------------------------------------------------------------------------------------- the command
@@ -212,8 +348,9 @@ def _small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(data, "ANSWER_TOKENS", 10)
     monkeypatch.setattr(data, "PROMPT_TOKENS", 240)
     monkeypatch.setattr(run, "SLOTS", 4)
-    few = [prompt for prompt in outpace.bench.prompts.held_out() if prompt.id.endswith(("-2", "-3"))]
-    monkeypatch.setattr(run, "held_out", lambda: few)
+    monkeypatch.setattr(run, "TOKENS", 16)
+    few = [prompt for prompt in outpace.bench.prompts.held_out() if prompt.id.endswith("-2")]
+    monkeypatch.setattr(outpace.bench.drafter, "held_out", lambda: few)
     monkeypatch.setattr(loop.Recipe, "__init__", _quick(loop.Recipe.__init__))
 
 
@@ -236,8 +373,14 @@ def test_the_command_makes_data_trains_and_goes_on(folder: Path, tmp_path: Path)
     made = json.loads(result.stdout)
     assert made["answer_tokens"] > 0
     assert made["positions"] > 0
-    assert set(made["tokens_per_round"]) == {*outpace.bench.prompts.CLASSES, "all"}
-    assert len(made["kept_by_position"]) == 7
+    runs = made["held_out"]["acceptance"]
+    assert [(run["shape"], run["temperature"]) for run in runs] == [
+        ("chain", 0.0), ("tree", 0.0), ("chain", 0.7), ("tree", 0.7),
+    ]  # fmt: skip
+    for each in runs:
+        assert set(each["tokens_per_round"]) == {*outpace.bench.prompts.CLASSES, "all"}
+        assert len(each["kept_by_position"]) == 7
+    assert set(made["held_out"]["speed"]) == {"head", "auto"}
     head = load_head(out, load_model(folder).config)
     assert head.format == "speculators EAGLE-3"
     assert head.config.taps == (1, 3, 4, 7)
@@ -246,17 +389,18 @@ def test_the_command_makes_data_trains_and_goes_on(folder: Path, tmp_path: Path)
     assert again.exit_code == 2
     assert "--resume" in again.stderr
     more = command(
-        folder, "--out", out, "--minutes", "0.6", "--data-minutes", "0.02", "--resume", "--json", "--threads", "1"
+        folder, "--out", out, "--minutes", "0.6", "--data-minutes", "0.02", "--resume", "--json", "--no-evaluate"
     )
     assert more.exit_code == 0, more.output
     assert json.loads(more.stdout)["steps"] > made["steps"]
+    assert "held_out" not in json.loads(more.stdout)
 
 
 @pytest.mark.usefixtures("_small")
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (("--kind", "mtp"), "kind must be one of eagle3"),
+        (("--kind", "eagle2"), "kind must be one of eagle3, mtp, dflash"),
         (("--minutes", "0"), "minutes must be more than 0"),
         (("--minutes", "1", "--data-minutes", "1"), "minutes must be more than 0, and more than those for the data"),
         (("--resume",), "nothing to go on with"),

@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from .bench import kernels, start
+from .bench_drafter import drafter
 from .bench_head import head
 from .chat import chat
 from .command import command, say
@@ -61,7 +62,7 @@ class Commands(PlainFlags, TyperGroup):
 
 
 COMMANDS = {f.__name__: f for f in (generate, chat, pull, models, rm, info, inspect, export, quantize, index, train)}
-BENCH = {function.__name__: function for function in (kernels, start, head)}  # outpace bench NAME
+BENCH = {function.__name__: function for function in (kernels, start, head, drafter)}  # outpace bench NAME
 NAMES = (*COMMANDS, "bench")
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .bench_drafter import print_report
 from .manage import AsJson
 from .options import Quiet
 from .terminal import note
@@ -24,7 +25,7 @@ def train(
     target: Annotated[str, typer.Argument(help="The model: a name, a folder or a .gguf file.")],
     *,
     out: Annotated[Path, typer.Option("--out", help="The folder of the head and of all that the run needs to go on.")],
-    kind: Annotated[str, typer.Option(help="The kind of head: eagle3.")] = "eagle3",
+    kind: Annotated[str, typer.Option(help="The kind of head: eagle3, mtp or dflash.")] = "eagle3",
     minutes: Annotated[float, typer.Option(help="How long it may take, data included.")] = 60.0,
     data_minutes: Annotated[
         float | None,
@@ -32,6 +33,13 @@ def train(
     ] = None,
     data: Annotated[Path | None, typer.Option(help="The folder of the data.", show_default="OUT/data")] = None,
     seed: Annotated[int, typer.Option(help="Of prompts, answers and the head's first weights.")] = 0,
+    loss: Annotated[str, typer.Option(help="What a guess costs: kl, tv or hybrid.")] = "kl",
+    train_head: Annotated[
+        bool, typer.Option("--train-head", help="Give the head output rows of its own, which begin as the model's.")
+    ] = False,
+    evaluate: Annotated[
+        bool, typer.Option(help="Measure the head on the held-out prompts at the end, as `outpace bench drafter` does.")
+    ] = True,
     threads: Annotated[int | None, typer.Option(help="Threads.", show_default="one per core")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in that folder.")] = False,
     as_json: AsJson = False,
@@ -56,34 +64,37 @@ def train(
             seed=seed,
             resume=resume,
             threads=threads,
+            loss=loss,
+            own_head=train_head,
+            evaluate=evaluate,
             show=shown.show,
         )
+    if made is None:  # one of several processes: the first one tells
+        return
     found = _figures(made)
     if as_json:
         print(json.dumps(found))
     elif not quiet:
-        _tell(made, found)
+        _tell(made)
 
 
 def _figures(made: Trained) -> dict[str, Any]:
-    return {
+    found: dict[str, Any] = {
         "path": str(made.folder),
         "answer_tokens": made.answers,
         "positions": made.status.positions,
         "steps": made.status.step,
         "coverage": round(made.coverage, 4),
-        "tokens_per_round": {name: round(each.tokens_per_round, 3) for name, each in made.held_out.items()},
-        "kept_by_position": [round(kept, 3) for kept in made.held_out["all"].kept],
     }
+    return found if made.held_out is None else found | {"held_out": made.held_out}
 
 
-def _tell(made: Trained, found: dict[str, Any]) -> None:
+def _tell(made: Trained) -> None:
     note(f"wrote {made.folder}: trained on {made.status.positions:,} positions of {made.answers:,} answer tokens")
     if made.coverage < 0.99:
         note(f"its draft vocabulary holds only {made.coverage:.1%} of the answers' tokens: make more data")
-    each = ", ".join(f"{name} {value:.2f}" for name, value in found["tokens_per_round"].items())
-    note(f"tokens per round on the held-out prompts, greedy chain of 7: {each}")
-    note("kept by position: " + " ".join(f"{value:.2f}" for value in found["kept_by_position"]))
+    if made.held_out is not None:
+        print_report(made.held_out)
 
 
 class _Shown:

@@ -310,7 +310,11 @@ def _speculators(
     if (its := layers.architecture) not in _RUN_BY.get(kind, ("qwen3",)):
         notices = (f"the speculators package itself runs no {kind} heads with {its} layers",)
     if kind == "mtp":
-        return HeadFiles("speculators", data | {"num_nextn_predict_layers": 1}, _renamed(tensors, *_MTP_NAMES), notices)
+        data |= {"num_nextn_predict_layers": 1}
+        if config.draft_vocab_size != layers.vocab_size:
+            data |= {"draft_vocab_size": config.draft_vocab_size}
+            notices += ("only outpace runs mtp heads with a draft vocabulary",)
+        return HeadFiles("speculators", data, _renamed(tensors, *_MTP_NAMES), notices)
     data |= {"draft_vocab_size": config.draft_vocab_size, "target_hidden_size": config.target_hidden_size}
     inputs = [tap + 1 for tap in config.taps]
     if kind == "eagle3":

@@ -229,6 +229,8 @@ def _mtp(kind: str, data: Mapping[str, Any], tensors: Mapping[str, Tensor], targ
             named[name] = tensor
     found = Found(kind, one_full_layer(layers), _experts(named, layers), {}, target_layers=target_layers)
     _mtp_fields(found, target, kind)
+    if kind == "speculators MTP":  # ours alone: the package's heads guess the whole vocabulary
+        found.fields["draft_vocab_size"] = Reader(data).integer("draft_vocab_size", target.vocab_size)
     if kind == "MiMo MTP":
         found.settle("concat", "hidden_first", "default of MiMo MTP: hidden, embedding (vLLM)")
     return found

@@ -49,16 +49,17 @@ def batch_of(sequences: Sequence[Example]) -> Batch:
     return Batch(tokens, states, answers, lengths - answers)
 
 
-def batches(sequences: Sequence[Example], positions: int, seed: int) -> Iterator[Batch]:
-    """One epoch in an order of its own: batches of about `positions` anchors, of sequences of similar length."""
+def batches(sequences: Sequence[Example], positions: int, seed: int, start: int = 0) -> Iterator[Batch]:
+    """One epoch in an order of its own, from batch `start` on: batches of about `positions` anchors, of sequences of
+    similar length."""
     rng = random.Random(f"batches {seed}")
     order = list(range(len(sequences)))
     rng.shuffle(order)
     found: list[list[int]] = []
     chunk = 512  # sequences among which lengths are sorted: enough for little padding, few enough to stay mixed
-    for start in range(0, len(order), chunk):
+    for at in range(0, len(order), chunk):
         group: list[int] = []
-        for i in sorted(order[start : start + chunk], key=lambda i: len(sequences[i].tokens) - sequences[i].answer):
+        for i in sorted(order[at : at + chunk], key=lambda i: len(sequences[i].tokens) - sequences[i].answer):
             most = len(sequences[i].tokens) - sequences[i].answer  # ascending: the longest so far
             if group and most * (len(group) + 1) > positions:
                 found.append(group)
@@ -67,5 +68,5 @@ def batches(sequences: Sequence[Example], positions: int, seed: int) -> Iterator
         if group:
             found.append(group)
     rng.shuffle(found)
-    for group in found:
+    for group in found[start:]:
         yield batch_of([sequences[i] for i in group])

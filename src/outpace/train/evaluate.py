@@ -14,7 +14,7 @@ import numpy as np
 from ..types import I64
 from .batches import batch_of
 from .data import Example
-from .eagle3 import EagleHead
+from .module import HeadModule
 from .torch_or_say import torch
 
 
@@ -54,7 +54,7 @@ class Score:
             at += gained
 
 
-def score(head: EagleHead, lm_head: torch.Tensor, d2t: I64, sequences: Sequence[Example], drafts: int = 7) -> Score:
+def score(head: HeadModule, lm_head: torch.Tensor, d2t: I64, sequences: Sequence[Example], drafts: int = 7) -> Score:
     """Decodes greedy answers as chains of `drafts` guesses. lm_head: [draft vocabulary, H]."""
     result = Score([0] * drafts, [0] * drafts)
     ids = torch.from_numpy(d2t)

@@ -6,69 +6,42 @@ that it can be stopped at any time and go on.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from .. import hub
 from ..api import load
 from ..backends.cores import usable_cores
-from ..bench.prompts import CLASSES, held_out
+from ..bench.drafter import measure_drafter
 from ..models.quantise import Precision
-from ..types import SampleOpts, Stats, UsageError
+from ..types import UsageError
 from .data import Shards, fingerprint, record
+from .kinds import kind_of
 from .loop import CHECKPOINT, Recipe, Status, Trainer
+from .parallel import Workers
 from .target import Target, default_taps
 from .torch_or_say import torch
 
-KINDS = ("eagle3",)
 PRECISION: Precision = "int8"  # what the target answers with: as `outpace generate` does
 SLOTS = 32  # answers at once: more give no more tokens per second
 CONTEXT = 1024
-DRAFTS, MEASURED_TOKENS = 7, 200  # a chain's guesses and an answer's tokens, on the held-out prompts
+TOKENS, TIMED = 200, 2  # at the end: tokens of an answer, and prompts of each class whose speed is measured
 
 Show = Callable[[str, float, str], None]  # what is being done, the part that is done, and how it stands
 
 
-@dataclass(slots=True)
-class Measured:
-    """Decoding with a head. drafted[i], accepted[i]: of guess i + 1."""
-
-    tokens: int = 0
-    rounds: int = 0
-    drafted: list[int] = field(default_factory=lambda: [0] * DRAFTS)
-    accepted: list[int] = field(default_factory=lambda: [0] * DRAFTS)
-
-    @property
-    def tokens_per_round(self) -> float:
-        """The target's own token included."""
-        return self.tokens / self.rounds if self.rounds else 0.0
-
-    @property
-    def kept(self) -> list[float]:
-        """For each place of a chain, how often its guess was kept where those before it were."""
-        reached = [self.drafted[0], *self.accepted[:-1]]
-        return [kept / max(count, 1) for kept, count in zip(self.accepted, reached, strict=True)]
-
-    def add(self, stats: Stats) -> None:
-        """One answer."""
-        self.tokens += stats.tokens
-        self.rounds += stats.rounds
-        for totals, counts in ((self.drafted, stats.drafted_at), (self.accepted, stats.accepted_at)):
-            for i, count in enumerate(counts):
-                totals[i] += count
-
-
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What a run gave. held_out: by class of the held-out prompts, and "all". coverage: of the draft vocabulary."""
+    """What a run gave. coverage: of the draft vocabulary. held_out: of bench/drafter.py; None where nobody asked."""
 
     folder: Path
     answers: int
     status: Status
     coverage: float
-    held_out: dict[str, Measured]
+    held_out: dict[str, Any] | None
 
 
 def train(
@@ -82,16 +55,20 @@ def train(
     seed: int = 0,
     resume: bool = False,
     threads: int | None = None,
+    loss: str = "kl",
+    own_head: bool = False,
+    evaluate: bool = True,
     recipe: Recipe | None = None,
     show: Show | None = None,
-) -> Trained:
+) -> Trained | None:
     """Trains a head for `target` in `minutes`, of which `data_minutes` (two fifths by default) go to making data.
 
+    loss: of losses.LOSSES. own_head: see Recipe. evaluate: measures the head on the held-out prompts at the end.
     out: the head's folder. data: the data's (OUT/data). resume: goes on with the run there. show: is told how it goes.
+    Of several processes (parallel.py) the first makes the data, shows and measures; the others return None.
     Raises UsageError, ModelError, NumericalError; KeyboardInterrupt after leaving what there is in the folder.
     """
-    if kind not in KINDS:
-        raise UsageError(f"kind must be one of {', '.join(KINDS)}, got {kind!r:.40}")
+    recipe = replace(recipe or Recipe(**kind_of(kind).recipe), loss=loss, own_head=own_head)
     data_minutes = 0.4 * minutes if data_minutes is None else data_minutes
     if not (0 < minutes <= 60 * 24 * 30 and 0 <= data_minutes < minutes):
         raise UsageError("minutes must be more than 0, and more than those for the data")
@@ -100,55 +77,51 @@ def train(
     if (out / CHECKPOINT).exists() != resume and not (resume and (data / "shards.json").exists()):
         said = "go on with --resume, or name another folder" if not resume else "there is nothing to go on with"
         raise UsageError(f"{out}: {'holds a training run' if not resume else 'no run there'}: {said}")
-    threads = usable_cores() if threads is None else threads
+    workers = Workers.join()
+    threads = max(1, usable_cores() // workers.here) if threads is None else threads
     torch.set_num_threads(threads)
     path = hub.resolve(target)
     made_by = fingerprint(path, PRECISION)
     parts = Target.load(path)
     taps = default_taps(parts.config)
-    context = min(CONTEXT, parts.config.max_position_embeddings)
-
-    more: dict[str, Any] = {"slots": SLOTS, "context": context, "threads": threads, "progress": False}
-    with load(target, precision=PRECISION, draft="none", **more) as model:
-        seconds = 60 * data_minutes
-        if seconds:
+    kind_of(kind).config(parts.config, taps, 1)  # what cannot be trained is refused before any work
+    if data_minutes and workers.first:
+        context = min(CONTEXT, parts.config.max_position_embeddings)
+        more: dict[str, Any] = {"slots": SLOTS, "context": context, "threads": threads, "progress": False}
+        with load(target, precision=PRECISION, draft="none", **more) as model:
+            seconds = 60 * data_minutes
 
             def making(tokens: int, prompts: int, spent: float) -> None:
                 rate = tokens / max(spent, 1e-9)
                 tell("data", spent / seconds, f"{tokens:,} tokens, {prompts:,} prompts, {rate:.0f} tokens/s")
 
             record(model, data, made_by=made_by, taps=taps, seed=seed, seconds=seconds, progress=making)
+    workers.wait()
     shards = Shards(data, made_by)
     resumed = resume and (out / CHECKPOINT).exists()
-    trainer = Trainer(parts, shards, out, name=target, seed=seed, recipe=recipe or Recipe(), resume=resumed)
+    options: dict[str, Any] = {"name": target, "kind": kind, "seed": seed, "recipe": recipe, "resume": resumed}
+    trainer = Trainer(parts, shards, out, workers=workers, **options)
     seconds = 60 * (minutes - data_minutes)
 
     def training(status: Status) -> None:
         rate = status.positions / max(status.seconds, 1e-9)
         agree = " ".join(f"{part:.2f}" for part in status.agree)
         how = f"step {status.step}, loss {status.loss:.3f}, agreement {agree}, {rate:.0f} positions/s"
+        if not math.isnan(status.checked):
+            how += f", {status.checked:.2f} tokens per round"
         tell("training", status.seconds / seconds, how)
 
-    status = trainer.run(seconds, training)
-    tell("held-out prompts", 0.0, "decoding them with the head")
-    return Trained(out, shards.answers, status, trainer.coverage, measure(target, out, threads))
+    status = trainer.run(seconds, training if workers.first else None)
+    workers.leave()
+    if not workers.first:
+        return None
+    held_out = None
+    if evaluate:
 
+        def measuring(what: str, part: float) -> None:
+            tell("held-out prompts", part, what)
 
-def measure(target: str, head: Path, threads: int | None = None, most: int = MEASURED_TOKENS) -> dict[str, Measured]:
-    """Decodes the held-out prompts greedily with chains of seven guesses of a head, with the engine that users run.
-
-    most: tokens of an answer. By class, and "all".
-    """
-    found = {name: Measured() for name in (*CLASSES, "all")}
-    more: dict[str, Any] = {"slots": 8, "threads": threads, "progress": False}
-    with load(target, precision=PRECISION, head=head, draft=KINDS[0], draft_tokens=DRAFTS, **more) as model:
-        for name in CLASSES:
-            prompts = [model.chat_ids(list(prompt.messages)) for prompt in held_out() if prompt.kind == name]
-            rooms = [min(most, model.target.capacity.positions - len(prompt)) for prompt in prompts]
-            asked = [
-                (p, SampleOpts.greedy(max_tokens=room)) for p, room in zip(prompts, rooms, strict=True) if room > 0
-            ]
-            for result in model.generate_many([p for p, _ in asked], [opts for _, opts in asked]):
-                for into in (found[name], found["all"]):
-                    into.add(result.stats)
-    return found
+        held_out = measure_drafter(
+            target, out, tokens=TOKENS, timed=TIMED, precision=PRECISION, threads=threads, progress=measuring
+        )
+    return Trained(out, shards.answers, status, trainer.coverage, held_out)
