@@ -208,7 +208,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Short answers, few prompts, three of them held out."""
     monkeypatch.setenv("OUTPACE_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(data, "SHARD_PROMPTS", 8)
+    monkeypatch.setattr(data, "SHARD_ANSWERS", 8)
     monkeypatch.setattr(data, "ANSWER_TOKENS", 10)
     monkeypatch.setattr(data, "PROMPT_TOKENS", 240)
     monkeypatch.setattr(run, "SLOTS", 4)

@@ -6,7 +6,7 @@ that it can be stopped at any time and go on.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,10 @@ from ..models.quantise import Precision
 from ..types import SampleOpts, Stats, UsageError
 from .data import Shards, fingerprint, record
 from .loop import CHECKPOINT, Recipe, Status, Trainer
+from .sources import Composer, Conversations
 from .target import Target, default_taps
 from .torch_or_say import torch
+from .via import Server
 
 KINDS = ("eagle3",)
 PRECISION: Precision = "int8"  # what the target answers with: as `outpace generate` does
@@ -62,10 +64,12 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What a run gave. held_out: by class of the held-out prompts, and "all". coverage: of the draft vocabulary."""
+    """What a run gave. left_out: prompts and answers that were of no use, by reason. held_out: by class of the held-out
+    prompts, and "all". coverage: of the draft vocabulary."""
 
     folder: Path
     answers: int
+    left_out: Mapping[str, int]
     status: Status
     coverage: float
     held_out: dict[str, Measured]
@@ -79,6 +83,9 @@ def train(
     minutes: float = 60.0,
     data_minutes: float | None = None,
     data: Path | None = None,
+    shards: Path | None = None,
+    via: str | None = None,
+    via_model: str | None = None,
     seed: int = 0,
     resume: bool = False,
     threads: int | None = None,
@@ -87,7 +94,9 @@ def train(
 ) -> Trained:
     """Trains a head for `target` in `minutes`, of which `data_minutes` (two fifths by default) go to making data.
 
-    out: the head's folder. data: the data's (OUT/data). resume: goes on with the run there. show: is told how it goes.
+    out: the head's folder. data: a file of prompts (rows.py); composed ones without it. shards: the folder of the data
+    that are made (OUT/data). via: the URL of a server of the target that writes the answers, via_model: the target's
+    name there. resume: goes on with the run there. show: is told how it goes.
     Raises UsageError, ModelError, NumericalError; KeyboardInterrupt after leaving what there is in the folder.
     """
     if kind not in KINDS:
@@ -96,10 +105,12 @@ def train(
     if not (0 < minutes <= 60 * 24 * 30 and 0 <= data_minutes < minutes):
         raise UsageError("minutes must be more than 0, and more than those for the data")
     tell = show or (lambda what, part, how: None)
-    data = data or out / "data"
-    if (out / CHECKPOINT).exists() != resume and not (resume and (data / "shards.json").exists()):
+    made = shards or out / "data"
+    if (out / CHECKPOINT).exists() != resume and not (resume and (made / "shards.json").exists()):
         said = "go on with --resume, or name another folder" if not resume else "there is nothing to go on with"
         raise UsageError(f"{out}: {'holds a training run' if not resume else 'no run there'}: {said}")
+    source = Composer(seed) if data is None else Conversations(data)
+    server = None if via is None else Server(via, via_model)
     threads = usable_cores() if threads is None else threads
     torch.set_num_threads(threads)
     path = hub.resolve(target)
@@ -111,16 +122,17 @@ def train(
     more: dict[str, Any] = {"slots": SLOTS, "context": context, "threads": threads, "progress": False}
     with load(target, precision=PRECISION, draft="none", **more) as model:
         seconds = 60 * data_minutes
-        if seconds:
+        if seconds or data is not None:
 
             def making(tokens: int, prompts: int, spent: float) -> None:
                 rate = tokens / max(spent, 1e-9)
-                tell("data", spent / seconds, f"{tokens:,} tokens, {prompts:,} prompts, {rate:.0f} tokens/s")
+                tell("data", spent / max(seconds, 1e-9), f"{tokens:,} tokens, {prompts:,} prompts, {rate:.0f} tokens/s")
 
-            record(model, data, made_by=made_by, taps=taps, seed=seed, seconds=seconds, progress=making)
-    shards = Shards(data, made_by)
+            more = {"made_by": made_by, "taps": taps, "source": source, "server": server}
+            record(model, made, **more, seconds=seconds, progress=making)
+    found = Shards(made, made_by)
     resumed = resume and (out / CHECKPOINT).exists()
-    trainer = Trainer(parts, shards, out, name=target, seed=seed, recipe=recipe or Recipe(), resume=resumed)
+    trainer = Trainer(parts, found, out, name=target, seed=seed, recipe=recipe or Recipe(), resume=resumed)
     seconds = 60 * (minutes - data_minutes)
 
     def training(status: Status) -> None:
@@ -131,7 +143,7 @@ def train(
 
     status = trainer.run(seconds, training)
     tell("held-out prompts", 0.0, "decoding them with the head")
-    return Trained(out, shards.answers, status, trainer.coverage, measure(target, out, threads))
+    return Trained(out, found.answers, found.left_out, status, trainer.coverage, measure(target, out, threads))
 
 
 def measure(target: str, head: Path, threads: int | None = None, most: int = MEASURED_TOKENS) -> dict[str, Measured]:
