@@ -21,7 +21,7 @@ import tiny_folder
 from outpace.cli.app import build
 from outpace.heads.loading import load_head
 from outpace.models.loading import load_model
-from outpace.train import data, loop, run
+from outpace.train import data, filters, loop, run
 from outpace.train.data import Example, Shards
 from outpace.train.loop import CHECKPOINT, Recipe, Trainer, fastest
 from outpace.train.target import Target, default_taps
@@ -212,6 +212,7 @@ def _small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(data, "ANSWER_TOKENS", 10)
     monkeypatch.setattr(data, "PROMPT_TOKENS", 240)
     monkeypatch.setattr(run, "SLOTS", 4)
+    monkeypatch.setattr(filters, "not_text", lambda text: False)  # all that a random model says is noise
     few = [prompt for prompt in outpace.bench.prompts.held_out() if prompt.id.endswith(("-2", "-3"))]
     monkeypatch.setattr(run, "held_out", lambda: few)
     monkeypatch.setattr(loop.Recipe, "__init__", _quick(loop.Recipe.__init__))

@@ -140,6 +140,7 @@ class _Writer:
         self._shards: list[dict[str, Any]] = index["shards"]
         self._tokens, self._seconds = tokens, seconds
         self._waiting: list[Example] = []
+        self._failed = False
         self.answers: int = sum(shard["answers"] for shard in self._shards)
         self.spent: float = sum(shard["milliseconds"] for shard in self._shards) / 1000
         last = self._shards[-1] if self._shards else {}
@@ -178,19 +179,24 @@ class _Writer:
         self.answers += len(answer.tokens) - answer.answer
 
     def write(self, talks: Talks) -> None:
-        """Writes a shard of the answers that wait, if there are any."""
+        """Writes a shard of the answers that wait. Where none do, what was left out is noted with the last shard."""
         waiting, self._waiting = self._waiting, []
-        if not waiting:
+        if self._failed or not (waiting or self._shards):
             return
+        self._failed = True  # until it is done: answers that could not be written are asked for again
         now = time.monotonic()
-        state = {"next": talks.next, "open": sorted(talks.open), "left_out": dict(talks.chosen.left_out)}
-        shard = _write(self._folder, len(self._shards), waiting) | state
-        shard["milliseconds"] = round(1000 * (now - self._mark))
-        self._mark = now
+        if waiting:
+            shard = _write(self._folder, len(self._shards), waiting) | {"milliseconds": 0, "left_out": {}}
+            self._shards.append(shard)
+        shard = self._shards[-1]
+        shard |= {"next": talks.next, "open": sorted(talks.open)}
+        shard["milliseconds"] += round(1000 * (now - self._mark))
+        shard["left_out"] = dict(Counter(shard.get("left_out", {})) + talks.chosen.left_out)
         talks.chosen.left_out.clear()
-        self._shards.append(shard)
+        self._mark = now
         with replacing(self._folder / INDEX) as file:
             file.write(json.dumps(self._index, indent=1).encode())
+        self._failed = False
 
     def check_space(self) -> None:
         """Raises ModelError unless the disk holds what is still to be made, as far as that can be foretold."""
