@@ -146,7 +146,7 @@ def _parquet(file: Path) -> Iterator[tuple[str, object]]:
                 for row in batch.to_pylist():
                     number += 1
                     yield f"row {number}", {name: value for name, value in row.items() if value is not None}
-    except (pyarrow.ArrowException, UnicodeDecodeError, ValueError) as error:
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
         if isinstance(error, UsageError):
             raise
         why = " ".join(str(error).split())[:200]
