@@ -43,6 +43,9 @@ class Fake(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
+    def handle_error(self, *args: Any) -> None:
+        """Nothing: requests that nobody waits for any more fail when the test is over."""
+
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}"
@@ -209,6 +212,7 @@ def test_a_server_with_another_model_is_refused(
 ) -> None:
     """Greedy answers of the target agree with our arg-max; those of another one do not."""
     monkeypatch.setattr(via, "LEAST_AGREEMENT", 0.9)
+    monkeypatch.setattr(data, "SHARD_ANSWERS", 256)
     server = serve()  # allowed to say only some tokens: another model in effect
     with pytest.raises(ModelError, match=r"says what the target would say for only \d+% of the tokens \(90% needed\)"):
         make(model, tmp_path, Server(server.url), source=questions(tmp_path / "q.jsonl"))

@@ -34,7 +34,7 @@ from .answers import Before, Limits, Talks, by_engine
 from .answers import Example as Example
 from .filters import Filter, digest
 from .sources import Source
-from .via import ByServer, Server
+from .via import LEAST_TO_WRITE, ByServer, Server
 
 FORMAT = 1
 INDEX = "shards.json"
@@ -94,17 +94,12 @@ def record(
 
         def write() -> None:
             if reader is not None:
-                reader.judge()
+                reader.judge(LEAST_TO_WRITE)
             writer.write(talks)
 
-        exhausted = False
         try:
             writer.check_space()
-            while not writer.enough:
-                answer = next(answers, _END)
-                if isinstance(answer, _End):
-                    exhausted = deadline is None or time.monotonic() < deadline
-                    break
+            for answer in () if writer.enough else answers:
                 if answer is not None:
                     writer.add(answer)
                 if progress is not None:
@@ -112,6 +107,9 @@ def record(
                 if writer.full:
                     write()
                     writer.check_space()
+                if writer.enough:
+                    break
+            exhausted = not writer.enough and (deadline is None or time.monotonic() < deadline)
         finally:
             answers.close()
             write()
@@ -120,13 +118,6 @@ def record(
         if exhausted:
             warnings.warn(f"all prompts are answered: {writer.answers:,} answer tokens is all there is", stacklevel=2)
         return writer.answers
-
-
-class _End:
-    """After the last answer."""
-
-
-_END = _End()
 
 
 class _Writer:
