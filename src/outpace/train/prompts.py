@@ -10,6 +10,7 @@ import random
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from hashlib import blake2b
 
 from .passages import PASSAGES
 from .tasks import TASKS
@@ -44,12 +45,13 @@ class Prompt:
 
 def compose(seed: int) -> Iterator[Prompt]:
     """Prompts without end and without repeats, the same ones for the same seed."""
-    seen: set[Prompt] = set()
+    seen: set[bytes] = set()  # digests: the prompts themselves would take a kilobyte each
     rng = random.Random(f"prompts {seed}")
     while True:
         prompt = _one(rng)
-        if prompt not in seen:
-            seen.add(prompt)
+        digest = blake2b(repr(prompt).encode(), digest_size=16).digest()
+        if digest not in seen:
+            seen.add(digest)
             yield prompt
 
 

@@ -84,7 +84,7 @@ class Server:
         self.model = model or self._only_model()
 
     def _only_model(self) -> str:
-        reply = self._request("GET", "/models")
+        reply = self._request("GET", "/models", tries=3)
         found = [each.get("id") for each in _list(reply.get("data")) if isinstance(each, dict)]
         names = [name for name in found if isinstance(name, str)]
         if len(names) != 1:
@@ -130,9 +130,11 @@ class Server:
 
     # -- HTTP
 
-    def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    def _request(
+        self, method: str, path: str, body: dict[str, Any] | None = None, tries: int = _TRIES
+    ) -> dict[str, Any]:
         why = ""
-        for i in range(_TRIES):
+        for i in range(tries):
             delay = min(_FIRST_DELAY * 2**i, _LONGEST_DELAY)
             try:
                 status, asked_delay, raw = self._once(method, self._path + path, body)
@@ -150,7 +152,7 @@ class Server:
                 if status != 429 and status != 408 and status < 500:
                     break
                 delay = max(delay, asked_delay)
-            if self._stop.is_set() or (i < _TRIES - 1 and self._stop.wait(delay)):
+            if self._stop.is_set() or (i < tries - 1 and self._stop.wait(delay)):
                 why = "stopped"
                 break
         raise UsageError(f"{self.url}{path}: the server does not answer: {why}")
