@@ -313,10 +313,12 @@ class Machine:
         free: bool = False,
         sure: bool = False,
         block: bool = False,
+        catch_up: float = 0.0,
     ) -> Any:
         """Chains that are right with this chance (of the position), token by token. sure: it knows which ones, nearly.
-        block: any number of tokens takes one pass."""
+        block: any number of tokens takes one pass. catch_up: seconds for each token that it has not read yet."""
         random = np.random.default_rng(1)
+        read: dict[State, int] = {}
         law = chance if callable(chance) else lambda position: chance
 
         def draft(want: Want) -> Draft:
@@ -329,6 +331,8 @@ class Machine:
                 stop = np.flatnonzero(reach < want.worth + want.step)
                 room = min(room, int(stop[0]) + 1) if len(stop) else room
             passes = min(room, 1) if block else room
+            self.now += catch_up * (len(state.tokens) - read.get(state, 0))
+            read[state] = len(state.tokens)
             self.now += 0.0 if free else passes * self.draft_cost * (50 if self.slow_drafts > 0 else 1)
             self.slow_drafts -= 1
             by_token = right * 1.0 if sure else np.full(room, law(len(state.tokens)))

@@ -75,6 +75,44 @@ def test_free_drafts_never_lose(monkeypatch: pytest.MonkeyPatch, cost: str, chan
     assert own < min(fixed) / 0.95
 
 
+@pytest.mark.parametrize("catch_up", [0.01, 0.03])
+@pytest.mark.parametrize("chance", [0.0, 0.3, 0.42])
+def test_a_source_that_has_to_catch_up_loses_no_more(
+    monkeypatch: pytest.MonkeyPatch, chance: float, catch_up: float
+) -> None:
+    """A head on text that it cannot guess well: what it left unread is read in its next trial, and counts."""
+    machine = Machine(monkeypatch, COSTS["half"], 0.2)
+    drafter = machine.drafter(chance, catch_up=catch_up)
+    assert machine.run(drafter, tokens=2000) < machine.cost(1) * (1.0 + 0.5 * catch_up) / 0.98
+
+
+def test_what_a_source_lost_stops_it_whatever_it_promises() -> None:
+    """Estimates that are wrong for ever (cheap drafts that are always right): the account is not."""
+    controller = Controller()
+    for rows in range(1, 20):
+        controller.costs.add_pass(rows, 1.0 + 0.1 * rows)
+    for tokens in (1, 4, 1):
+        controller.costs.add_draft("a", tokens, 0.01 * tokens, depth=tokens)
+    lost, request = 0.0, controller.track()
+    for rounds in range(1, 2001):
+        resting = controller.rests(request, "a")
+        (choice,) = controller.choose([Ask(request, 4, [] if resting else [offer([0.9] * 4)])])
+        if choice.asks:
+            controller.spend("a", 0.55)  # half a pass of one row
+            controller.earn([("a", choice.length, 0)])
+            lost += 0.5 + 0.1 * choice.length / 1.1
+        assert lost < 8.0 + 0.015 * rounds
+    assert lost > 10.0  # tried again and again
+    # What it gains again is its own to lose.
+    while controller.rests(request, "a"):
+        controller.choose([Ask(request, 4, [])])
+    for rounds in range(40):
+        assert not controller.rests(request, "a")
+        (choice,) = controller.choose([Ask(request, 4, [offer([0.9] * 4)])])
+        controller.spend("a", 0.01 if rounds < 30 else 0.55)
+        controller.earn([("a", choice.length, choice.length if rounds < 30 else 0)])
+
+
 def test_the_sweep_of_fixed_lengths_is_what_fixed_lengths_take(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch, COSTS["half"], 0.1)
     assert machine.run(machine.drafter(0.8), fixed=3) == pytest.approx(machine.chain_s(0.8, 3), rel=0.02)
@@ -118,7 +156,8 @@ def test_trees_never_lose_and_find_what_pays(
     own = machine.run(machine.tree(HEADS[head]))
     fixed = [machine.tree_s(HEADS[head], 0, size) for size in LENGTHS]
     assert own < fixed[0] / 0.98
-    assert own < min(fixed) / (0.92 if cost == "a step at eight" else 0.95)
+    # That a head is too sure has to be found out, too, where a row costs a third and at best 6 % can be won.
+    assert own < min(fixed) / (0.92 if cost == "a step at eight" else 0.94 if "too sure" in head else 0.95)
 
 
 def test_trees_are_worth_more_than_chains_where_rows_are_nearly_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -546,8 +585,8 @@ def test_sources_that_do_not_pay_rest_and_requests_of_fixed_length_never_do() ->
     request = controller.track()
     rested = looked = 0
     for _ in range(200):
-        resting = controller.rests(request)
-        assert not controller.rests(steady)
+        resting = controller.rests(request, "a")
+        assert not controller.rests(steady, "a")
         (choice,) = controller.choose([Ask(request, 8, [] if resting else [offer([0.5] * 8)])])
         if choice.asks:
             assert not resting
@@ -562,6 +601,6 @@ def test_sources_that_do_not_pay_rest_and_requests_of_fixed_length_never_do() ->
     for tokens in (1, 4, 1):
         cheap.costs.add_draft("a", tokens, 0.01 * tokens, depth=tokens, requests=1)
     for _ in range(50):
-        assert not cheap.rests(request)
+        assert not cheap.rests(request, "a")
         cheap.choose([Ask(cheap.track(), 8, [offer([0.9] * 8)])])
-    assert not Controller(fixed=3).rests(request)
+    assert not Controller(fixed=3).rests(request, "a")

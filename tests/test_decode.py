@@ -140,7 +140,8 @@ def test_counts_of_trees_and_of_all_requests_together() -> None:
         ]
         assert any(each.accepted <= each.depth < each.drafted for each in rounds)
         assert stats.drafted_at == [sum(each.depth > i for each in rounds) for i in range(len(stats.drafted_at))]
-        assert total.decode_s < stats.decode_s + stats.prefill_s + 1e-9  # the passes are shared
+    alone = [request.stats.decode_s for request in requests]
+    assert max(alone) - 1e-9 < total.decode_s < sum(alone)  # the passes are shared
     assert (total.tokens, total.prompt_tokens) == (60, 6)
     assert total.accepted == sum(request.stats.accepted for request in requests) > 0
     assert total.by_source == {"function": [total.drafted, total.accepted]}

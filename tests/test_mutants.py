@@ -31,6 +31,7 @@ ORDER = [
     "verify",
     "evidence",
     "costs",
+    "budget",
     "controller",
     "slots",
     "drafters.chain",
@@ -185,6 +186,12 @@ MUTANTS: dict[str, Mutant] = {
     "steady requests draft by evidence": Mutant(
         "controller", "return self.fixed is not None or ask.evidence.steady", "return self.fixed is not None",
         test_controller.test_steady_requests_draft_a_fixed_length_from_the_main_source_in_any_company),
+    "what a source lost does not stop it": Mutant(
+        "controller", "self._rest > 0 or self._budget.left(source) <= 0.0", "self._rest > 0",
+        test_controller.test_what_a_source_lost_stops_it_whatever_it_promises),
+    "what was gained is not kept": Mutant(
+        "budget", "min(_SAVED, max(-_OWED, self.left(source) + gained))", "self.left(source) + min(gained, 0.0)",
+        test_controller.test_what_a_source_lost_stops_it_whatever_it_promises),
     "a sibling that was refused counts for nothing": Mutant(
         "evidence", "                for child in children:\n",
         "                for child in path[depth : depth + 1]:\n",

@@ -18,7 +18,7 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 LAYERS = (
     ("types",),
     ("json_file",),
-    ("config", "text", "sampling", "verify", "evidence", "hub"),
+    ("config", "text", "sampling", "verify", "evidence", "budget", "hub"),
     ("weights", "cache"),
     ("models",),
     ("heads",),

@@ -10,8 +10,8 @@ repeats its answer.
 
 Never slower than plain decoding needs two things to be known rather than guessed: the plain round itself, which is
 therefore measured before the first draft and again now and then; and what a draft costs and gains today. Sources whose
-drafts cost nothing are judged every round by what they would have guessed; others are tried again, ever more rarely,
-where they did not pay.
+drafts cost nothing are judged every round by what they would have guessed; others are tried again now and then, and
+whatever they promise, an account of what they really took and gained (budget.py) bounds what they may lose.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from .budget import Budget
 from .costs import Costs
 from .evidence import Evidence
 from .types import Draft
@@ -30,9 +31,9 @@ FIXED_DRAFT = 4  # length for the rejection and block rules
 _ANCHOR_EVERY = 128  # rounds with drafts between two measurements of the plain round
 _NOTHING = 1e-9  # a worth that every token has
 _MARGIN = 1.02  # by which drafts that cost something must promise more than none
-_REST = 7  # rounds, after one in which no draft promised to pay, in which sources that cost something are not looked at
 _PROBE_SHARE = 0.01  # of the tokens per second may be spent on trying sources that do not promise to pay
 _PROBE_EVERY = 8, 1024  # ... but not more often, nor more seldom, in rounds
+_REST = 63  # rounds in which sources that cost something are not looked at, at most, where none promised to pay
 
 
 @dataclass(slots=True)
@@ -90,22 +91,30 @@ class Controller:
         self.costs = Costs(shape)
         self.evidence = Evidence()
         self._since_plain: dict[int, int] = {}  # rows without drafts -> rounds with since that pass was measured
-        self._idle = 0  # rounds in which no source that costs something was chosen
+        self._budget = Budget()
+        self._planner: _Planner | None = None  # of the pass that is under way, where drafts are chosen by evidence
+        self._untried = 0  # rounds in which no source that costs something was chosen
         self._rest = 0  # further rounds in which none is looked at
 
-    def rests(self, evidence: Evidence) -> bool:
-        """Whether sources that cost something need not be offered for a request now: they did not pay a moment ago, and
-        nothing was learnt of them since. Looking at them takes as long as a tenth of a small model's pass."""
-        return self._rest > 0 and self.fixed is None and not evidence.steady
+    def rests(self, evidence: Evidence, source: str) -> bool:
+        """Whether a source that costs something need not be offered for a request now: it has lost too much, or none
+        promised to pay a moment ago and the next trial is not due. Looking at it takes as long as a tenth of a small
+        model's pass."""
+        if self.fixed is not None or evidence.steady or self.costs.is_new(source):
+            return False
+        return self._rest > 0 or self._budget.left(source) <= 0.0
 
     def track(self) -> Evidence:
-        """The evidence of a new request."""
+        """The evidence of a new request, for which all sources are looked at again."""
+        self._rest = 0
         return Evidence(self.evidence)
 
     def choose(self, asks: Sequence[Ask], rows: int = 0, others: int = 0) -> list[Choice]:
         """A choice for each request. rows: of the pass besides one for each of these requests: `others` requests, and
         what they and these read of prompts."""
         self._rest = max(0, self._rest - 1)
+        self._budget.grow()
+        self._planner = None
         choices = [self._steady(ask) for ask in asks]
         free = [i for i, ask in enumerate(asks) if not self._is_steady(ask)]
         base = rows + len(asks) + sum(choice.length for choice in choices)
@@ -143,6 +152,21 @@ class Controller:
             settled[i] = (offer, length)
         return settled
 
+    def spend(self, source: str, seconds: float) -> None:
+        """A source drafted for so long for requests whose drafts are chosen by evidence."""
+        if self._planner is not None:
+            self._budget.add(source, -seconds / self._planner.rows_s[0])
+
+    def earn(self, drafts: Sequence[tuple[str, int, int]]) -> None:
+        """What became of the drafts for which sources were asked, after the pass: source, rows, tokens accepted."""
+        planner = self._planner
+        if planner is None or not drafts:
+            return
+        rows = min(sum(rows for _, rows, _ in drafts), len(planner.rows_s) - 1)
+        price = (planner.rows_s[rows] / planner.rows_s[0] - 1.0) / max(rows, 1)
+        for source, count, accepted in drafts:
+            self._budget.add(source, accepted / planner.sure - count * price)
+
     def _is_steady(self, ask: Ask) -> bool:
         return self.fixed is not None or ask.evidence.steady
 
@@ -158,29 +182,30 @@ class Controller:
         which counts as much as a token."""
         none = [Choice() for _ in asks]
         most = max((len(offer.gains) for ask in asks for offer in ask.offers), default=0)
+        self._untried += bool(asks)
         if not most:
-            self._idle += 1
             return none
         if not reading and (not self.costs.knows(base) or self._since_plain.get(base, 0) >= _ANCHOR_EVERY):
             self._since_plain[base] = 0
             return none
         planner = _Planner(self.costs, sure, self.costs.passes(base, base + most * len(asks), reading=reading))
+        self._planner = planner
         plan = planner.best([[o for o in ask.offers if o.gains and not self._is_new(o)] for ask in asks])
         choices = planner.choices(plan)
         self._probe(planner, plan, asks, choices)
         if any(choice.length for choice in choices):
             self._since_plain[base] = self._since_plain.get(base, 0) + 1
-        elif not self._rest and not any(ask.evidence.surprised(o.source) for ask in asks for o in ask.offers):
-            self._rest = _REST
+        if any(choice.asks for choice in choices):
+            self._untried = 0
         return choices
 
     def _is_new(self, offer: Offer) -> bool:
         return offer.draft is None and self.costs.is_new(offer.source)
 
     def _probe(self, planner: _Planner, plan: _Plan, asks: Sequence[Ask], choices: list[Choice]) -> None:
-        """Tries a source that costs something: at once while its cost is unknown; else when none was chosen for long,
-        the sooner the nearer it came to paying, and again when such a trial went surprisingly well."""
-        self._idle = 0 if any(choice.asks for choice in choices) else self._idle + 1
+        """Tries a source that costs something and does not promise to pay: at once while its cost is unknown; else when
+        none was chosen for long, the sooner the nearer it came to paying, and again when such a trial went
+        surprisingly well."""
         costly = [(i, o) for i, ask in enumerate(asks) for o in ask.offers if o.draft is None and o.gains]
         for i, offer in costly:
             if self._is_new(offer):
@@ -191,18 +216,18 @@ class Controller:
                 )
                 choices[i] = Choice(offer, 1, planner.worth(plan.rate), planner.step(plan.rate, offer), trial=tokens)
                 return
-        surprised = any(asks[i].evidence.surprised(offer.source) for i, offer in costly)
-        if not costly or not self._idle or (self._idle < _PROBE_EVERY[0] and not surprised):
+        if not costly or any(choice.asks for choice in choices):
             return
         trials = [(planner.plan([offer], least=1), i) for i, offer in costly]
         trial, i = max(trials, key=lambda each: each[0].rate)
-        # Tokens that the best plan would have emitted in the time, and this one is not expected to.
-        lost = (plan.rate - trial.rate) * trial.seconds
-        patience = min(max(lost / (_PROBE_SHARE * planner.sure), _PROBE_EVERY[0]), _PROBE_EVERY[1])
         source = trial.offers[0].source if trial.offers[0] is not None else ""
-        if self._idle >= patience or asks[i].evidence.surprised(source):
-            self._idle = 0
+        # Tokens that the best plan would have emitted in the time, and this one is not expected to.
+        lost = (plan.rate - trial.rate) * trial.seconds + plan.rate * self.costs.behind(source)
+        patience = min(max(lost / (_PROBE_SHARE * planner.sure), _PROBE_EVERY[0]), _PROBE_EVERY[1])
+        if self._untried >= patience or asks[i].evidence.surprised(source):
             choices[i] = planner.choices(trial)[0]
+        else:
+            self._rest = min(max(int(patience - self._untried), _PROBE_EVERY[0]) - 1, _REST)
 
 
 def _tells(made: Offer | None) -> bool:

@@ -116,6 +116,7 @@ class Costs:
         self._reading = Timing()  # of passes that read a prompt, too: times of what their rows would cost
         self._unit = Timing()  # seconds of one row by the same passes: the scale while no other pass was measured
         self._drafts: dict[str, _DraftCost] = {}
+        self._behind: dict[str, Timing] = {}
         self._now = 0  # passes so far
 
     def add_pass(self, rows: int, seconds: float, *, reading: bool = False) -> None:
@@ -138,6 +139,8 @@ class Costs:
         if not tokens:
             return
         cost = self._drafts.setdefault(source, _DraftCost())
+        if behind and not self.is_new(source):
+            self._behind.setdefault(source, Timing()).add(max(0.0, seconds - cost.at(tokens, requests)), self._now)
         if not behind or self.is_new(source) or seconds < cost.at(tokens, requests):
             cost.add(tokens, depth or tokens, requests, seconds, self._now)
 
@@ -157,6 +160,10 @@ class Costs:
         """Seconds of drafts of so many tokens in all for so many requests at once; 0.0 before the first."""
         cost = self._drafts.get(source)
         return cost.at(tokens, requests) if cost is not None and tokens else 0.0
+
+    def behind(self, source: str) -> float:
+        """Seconds that a draft takes more when the source did not draft in the rounds before; 0.0 where unknown."""
+        return self._behind[source].value if source in self._behind else 0.0
 
     def step(self, source: str) -> float:
         """Seconds by which a draft costs more that is one token deeper; 0.0 before the first."""

@@ -218,6 +218,8 @@ class Decoder:
         decoding = all(len(share.reading) == 1 for share in shares)
         self.controller.costs.add_pass(first_row, passed_at - drafted_at, reading=not decoding)
         tokens = [share.request.emitted - before for share, before in zip(shares, emitted, strict=True)]
+        asked = [(share, n) for share, n in zip(shares, tokens, strict=True) if share.proposal.verified and n]
+        self.controller.earn([(share.draft.source, len(share.draft), n - 1) for share, n in asked])
         self.total.tokens += sum(tokens)
         shared = [(self.total, all(len(share.reading) > 1 for share in shares), sum(tokens))]
         for share, n in zip(shares, tokens, strict=True):

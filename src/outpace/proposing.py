@@ -105,7 +105,7 @@ class Proposer:
                         asks[i].offers.append(_made(draft, asks[i].evidence, main))
             else:
                 for i in able:
-                    if self._controller.rests(asks[i].evidence):
+                    if self._controller.rests(asks[i].evidence, drafter.name):
                         continue
                     gains = asks[i].evidence.gains(drafter.name, asks[i].most)
                     rows = asks[i].evidence.rows(drafter.name, len(gains))
@@ -127,6 +127,7 @@ class Proposer:
             found = self._draft(drafter, wanted)
             now = time.perf_counter()
             seconds, began = now - began, now
+            self._controller.spend(drafter.name, seconds)
             drafts = {i: draft for i, draft in zip(chosen, found, strict=True) if draft is not None}
             if len(drafts) == len(chosen):  # of drafts that failed neither their time nor their tokens say anything
                 tokens = max(1, sum(map(len, drafts.values())))  # a draft that came to nothing took its time, too
