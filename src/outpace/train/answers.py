@@ -53,12 +53,14 @@ class Before:
 
 @dataclass(slots=True)
 class Talk:
-    """One conversation. given: the answers so far."""
+    """One conversation. given: the answers so far. ids: the prompt of the next one. before: an example that begins as
+    that prompt does."""
 
     ask: Ask
     prompt: Prompt
     given: tuple[str, ...] = ()
     ids: list[int] = field(default_factory=list)
+    before: Example | None = None
 
     @property
     def last(self) -> bool:
@@ -187,6 +189,7 @@ def by_engine(talks: Talks, taps: Sequence[int], deadline: float | None = None) 
     """
     running: dict[int, tuple[Request, Talk]] = {}
     model, engine = talks.model, talks.model.engine
+    first: Example | None = None  # whose first tokens, the template's, most prompts begin with
     more = True
     try:
         while deadline is None or time.monotonic() < deadline:
@@ -195,7 +198,9 @@ def by_engine(talks: Talks, taps: Sequence[int], deadline: float | None = None) 
                 if more := taken is not None:
                     talk, opts = taken
                     tapped = () if talk.asks_itself else taps
-                    request = engine.submit(talk.ids, opts, taps=tapped, speculate=False)
+                    talk.before = _closest(talk.ids, talk.before, first)
+                    known = _shared(talk.ids, talk.before)
+                    request = engine.submit(talk.ids, opts, taps=tapped, speculate=False, known=known)
                     running[id(request)] = (request, talk)
             if not running:
                 return
@@ -211,7 +216,9 @@ def by_engine(talks: Talks, taps: Sequence[int], deadline: float | None = None) 
                 if talk.asks_itself:
                     talks.asked_itself(talk, request.output, request.finish == "stop")
                 else:
-                    yield _example(talks, talk, request, taps)
+                    example = _example(talks, talk, request, taps)
+                    first = first or example
+                    yield example
                 more = True  # the talk may go on
         for request, talk in running.values():  # the time is over
             if talk.last and len(request.tokens) > len(request.prompt) + SHORTEST:
@@ -230,8 +237,27 @@ def _example(talks: Talks, talk: Talk, request: Request, taps: Sequence[int]) ->
         n = min(n, start + cut)
     if not talks.answered(talk, request.output, request.tokens[start:n]):
         return None
-    states: F32 = np.stack([np.concatenate(request.tapped[tap])[:n] for tap in taps], axis=1)
-    return Example(np.array(request.tokens[:n], np.int32), as_f16(states), answer=start)
+    held = request.stats.cached_prompt_tokens
+    read: F32 = np.stack([np.concatenate(request.tapped[tap])[: n - held] for tap in taps], axis=1)
+    states = as_f16(read)
+    if held and talk.before is not None:
+        states = np.concatenate([talk.before.states[:held], states])
+    talk.before = Example(np.array(request.tokens[:n], np.int32), states, answer=start)
+    return talk.before
+
+
+def _shared(ids: Sequence[int], example: Example | None) -> int:
+    """How many of these tokens the example begins with: their hidden states are known, and need not be computed again
+    where a slot still holds them."""
+    if example is None:
+        return 0
+    n = min(len(ids), len(example.tokens))
+    differs = np.flatnonzero(example.tokens[:n] != np.array(ids[:n]))
+    return int(differs[0]) if len(differs) else n
+
+
+def _closest(ids: Sequence[int], *examples: Example | None) -> Example | None:
+    return max(examples, key=lambda example: _shared(ids, example))
 
 
 def as_f16(states: F32) -> NDArray[np.float16]:
