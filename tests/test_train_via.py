@@ -15,10 +15,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 import tiny_folder
 from outpace import api
 from outpace.api import LanguageModel
+from outpace.cli.app import build
 from outpace.train import data, filters, via
 from outpace.train.data import Shards, record
 from outpace.train.sources import Composer, Conversations
@@ -349,6 +351,22 @@ def test_what_a_server_may_say_of_its_models(reply: Reply, says: str) -> None:
     finally:
         server.shutdown()
         server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("--data", "."), "is a folder, not a file: --data takes a file of prompts; --shards says where data are kept"),
+        (("--data", "none.jsonl"), "none.jsonl: no such file"),
+        (("--via", "localhost"), "--via takes the URL of a server"),
+    ],
+)
+def test_the_command_refuses_them_before_any_work(
+    folder: Path, tmp_path: Path, args: tuple[str, ...], says: str
+) -> None:
+    result = CliRunner().invoke(build(), ["train", str(folder), "--out", str(tmp_path / "head"), *args])
+    assert result.exit_code == 2
+    assert says in result.stderr
 
 
 def test_thinking_that_is_kept_apart_is_refused() -> None:
