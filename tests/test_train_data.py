@@ -191,14 +191,14 @@ def test_data_of_other_prompts_are_refused(model: LanguageModel, questions: Conv
     composed, asked = tmp_path / "composed", tmp_path / "asked"
     make(model, composed, 10)
     make(model, asked, 10, source=questions)
-    with pytest.raises(UsageError, match="composed ones of seed 0: use a new folder"):
+    with pytest.raises(UsageError, match="composed prompts of seed 0, without --data: use a new folder"):
         make(model, composed, 100, source=Composer(1))
-    with pytest.raises(UsageError, match="composed ones of seed 0: use a new folder"):
+    with pytest.raises(UsageError, match="composed prompts of seed 0, without --data: use a new folder"):
         make(model, composed, 100, source=questions)
-    with pytest.raises(UsageError, match="a file's: use a new folder"):
+    with pytest.raises(UsageError, match="made with --data FILE: use a new folder"):
         make(model, asked, 100)
     questions.file.write_text(questions.file.read_text() + '\n{"prompt": "One more?"}')
-    with pytest.raises(UsageError, match="another file, or this one has changed"):
+    with pytest.raises(UsageError, match="--data FILE, another one, or it has changed"):
         make(model, asked, 100, source=Conversations(questions.file))
     moved = questions.file.rename(tmp_path / "moved.jsonl")
     moved.write_text(moved.read_text().removesuffix('\n{"prompt": "One more?"}'))
@@ -215,8 +215,22 @@ def test_data_from_before_there_were_other_sources_go_on(model: LanguageModel, t
     assert make(model, tmp_path, 100) >= 100
     assert Shards(tmp_path, "me").answers >= 100
     (tmp_path / data.INDEX).write_text(json.dumps(index | {"seed": 1}))
-    with pytest.raises(UsageError, match="composed ones of seed 1"):
+    with pytest.raises(UsageError, match="composed prompts of seed 1"):
         make(model, tmp_path, 100)
+
+
+@pytest.mark.filterwarnings("ignore:all prompts are answered")
+def test_a_model_without_a_chat_template_learns_from_texts(model: LanguageModel, tmp_path: Path) -> None:
+    model.template = None
+    file = tmp_path / "texts.jsonl"
+    file.write_text("\n".join(json.dumps({"text": f"{i} " * 40}) for i in range(6)))
+    make(model, tmp_path / "out", 10**6, source=Conversations(file))
+    prompts = {bytes(e.tokens[: e.answer]) for e in Shards(tmp_path / "out", "me").sequences}
+    assert model.tokenizer is not None
+    beginnings = [model.tokenizer.encode(" ".join([str(i)] * 20)) for i in range(6)]  # a half of each
+    assert prompts == {np.array(ids, np.int32).tobytes() for ids in beginnings}
+    with pytest.raises(UsageError, match="no chat template: train it on texts"):
+        make(model, tmp_path / "composed", 100)
 
 
 def test_two_processes_do_not_write_at_once(model: LanguageModel, tmp_path: Path) -> None:

@@ -197,7 +197,7 @@ def test_answers_are_the_servers_and_states_ours(
     assert continued[0]["prompt"] == " ".join(f"w{i}" for i in range(15))
     assert {found.get("Authorization") for found in server.headers} == {"Bearer a-key"}
     assert server.most_busy > 4
-    with pytest.raises(UsageError, match="answers that a server wrote"):
+    with pytest.raises(UsageError, match="made with a server's answers, --via"):
         record(model, tmp_path / "out", made_by="me", taps=TAPS, tokens=10, source=questions(tmp_path / "q.jsonl"))
 
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from ..api import LanguageModel
 from ..decode import Request
+from ..slots import common_prefix
 from ..types import F32, ModelError, SampleOpts, UsageError
 from .filters import SHORTEST, Filter, foreign, loop_start, not_text
 from .prompts import OWN_TURN, Prompt
@@ -139,8 +140,7 @@ class Talks:
             self.model.chat_ids([*so_far, {"role": "user", "content": word}], add_generation_prompt=False)
             for word in ("Why", "How")
         )
-        shared = next(i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
-        return one[:shared]
+        return one[: common_prefix(one, other)]
 
     def end(self, talk: Talk, reason: str) -> None:
         """Ends a talk whose next turn is left out."""
@@ -251,9 +251,7 @@ def _shared(ids: Sequence[int], example: Example | None) -> int:
     where a slot still holds them."""
     if example is None:
         return 0
-    n = min(len(ids), len(example.tokens))
-    differs = np.flatnonzero(example.tokens[:n] != np.array(ids[:n]))
-    return int(differs[0]) if len(differs) else n
+    return common_prefix(ids, example.tokens.tolist())
 
 
 def _closest(ids: Sequence[int], *examples: Example | None) -> Example | None:

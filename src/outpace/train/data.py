@@ -238,10 +238,16 @@ def check(folder: Path, index: dict[str, Any], facts: dict[str, Any]) -> None:
         if name == "target":
             what = "another target (or the target has changed)"
         elif name == "by":
-            what = f"answers that {'our own engine' if found == 'engine' else 'a server'} wrote"
+            what = (
+                "answers that our own engine wrote, without --via" if found == "engine" else "a server's answers, --via"
+            )
         elif name == "source" and found is not None:
-            what = "other prompts: " + ("a file's" if "file" in found else f"composed ones of seed {found['composer']}")
-            what += " (another file, or this one has changed)" if "file" in found and "file" in value else ""
+            what = (
+                f"composed prompts of seed {found['composer']}, without --data"
+                if "composer" in found
+                else "--data FILE"
+            )
+            what += ", another one, or it has changed" if "file" in found and "file" in value else ""
         raise UsageError(f"{folder}: the data there were made with {what}: use a new folder, or delete this one")
 
 
