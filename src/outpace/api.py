@@ -21,7 +21,7 @@ import numpy as np
 from .backends.base import Backend
 from .cache import CacheOption
 from .config import ModelConfig
-from .controller import Controller
+from .controller import MAX_DRAFT, Controller
 from .decode import Decoder, Request
 from .drafters import Drafter
 from .engine import Engine
@@ -314,10 +314,14 @@ class LanguageModel:
         *,
         speculate: bool = True,
         taps: Sequence[int] = (),
+        drafter: str | None = None,
+        most_drafted: int = MAX_DRAFT,
         **changes: Any,
     ) -> Answer:
-        """Like `stream`, for whoever steps the engine: nothing is computed until engine.step() is called."""
-        return Answer(self.engine, self._submit(prompt, opts, speculate, taps, changes))
+        """Like `stream`, for whoever steps the engine: nothing is computed until engine.step() is called. drafter,
+        most_drafted: see Engine.submit."""
+        request = self._submit(prompt, opts, speculate, taps, changes, drafter=drafter, most_drafted=most_drafted)
+        return Answer(self.engine, request)
 
     def _deltas(self, answer: Answer) -> Generator[Delta]:
         try:
@@ -375,6 +379,7 @@ class LanguageModel:
         speculate: bool,
         taps: Sequence[int],
         changes: Mapping[str, Any],
+        **drafting: Any,
     ) -> Request:
         if self._closed:
             raise UsageError("the model is closed: load it again")
@@ -389,7 +394,7 @@ class LanguageModel:
                 raise UsageError("this model has no tokenizer: give token ids")
             prompt = self.tokenizer.encode(prompt)
         text = TextStream(self.tokenizer.stream(), opts.stop) if self.tokenizer is not None else None
-        return self.engine.submit(prompt, opts, text=text, taps=taps, speculate=speculate)
+        return self.engine.submit(prompt, opts, text=text, taps=taps, speculate=speculate, **drafting)
 
     # -- life
 

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
+from .controller import MAX_DRAFT
 from .decode import Decoder, Request, TextSink
 from .sampling import Sampler
 from .slots import SlotPool
@@ -43,11 +44,14 @@ class Engine:
         text: TextSink | None = None,
         taps: Sequence[int] = (),
         speculate: bool = True,
+        drafter: str | None = None,
+        most_drafted: int = MAX_DRAFT,
     ) -> Request:
-        """Queues a request; `step` works on it.
+        """Queues a request; `step` works on it. drafter: the only one that may draft for it; most_drafted: tokens of a
+        draft, at most.
 
-        Raises UsageError for an empty prompt, a token id or tap out of range, ContextError when the prompt, or the
-        prompt and opts.max_tokens, do not fit the context.
+        Raises UsageError for an empty prompt, a token id or tap out of range, an unknown drafter, ContextError when the
+        prompt, or the prompt and opts.max_tokens, do not fit the context.
         """
         target = self.decoder.target
         vocab, layers = target.config.vocab_size, target.config.num_hidden_layers
@@ -68,6 +72,10 @@ class Engine:
                 f"the prompt's {len(prompt)} tokens and max_tokens {opts.max_tokens} exceed the context of {context}: "
                 f"ask for at most {room}"
             )
+        drafters = {each.name for each in self.decoder.drafters}
+        if drafter is not None and drafter not in drafters:
+            known = ", ".join(sorted(drafters)) or "none"
+            raise UsageError(f"there is no drafter {drafter!r:.40} here, only: {known}")
         if opts.stop and text is None:
             raise UsageError("stop strings need a tokenizer; use stop_tokens with token ids")
         if opts.constraint is not None:
@@ -83,6 +91,8 @@ class Engine:
             text=text,
             taps=taps,
             speculate=speculate,
+            most_drafted=min(most_drafted, MAX_DRAFT),
+            without=set() if drafter is None else drafters - {drafter},
             evidence=self.decoder.controller.track(),
         )
         with self.lock:

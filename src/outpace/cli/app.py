@@ -20,6 +20,7 @@ from .inspect import inspect
 from .manage import info, models, pull, rm
 from .quantize import quantize
 from .quick import PlainValues, leave
+from .serve import serve
 from .train import train
 
 
@@ -59,7 +60,7 @@ class Commands(PlainFlags, TyperGroup):
             sys.exit(2)
 
 
-COMMANDS = {f.__name__: f for f in (generate, chat, pull, models, rm, info, inspect, quantize, index, train)}
+COMMANDS = {f.__name__: f for f in (generate, chat, pull, models, rm, info, inspect, quantize, index, train, serve)}
 BENCH = {function.__name__: function for function in (kernels, start, head)}  # outpace bench NAME
 NAMES = (*COMMANDS, "bench")
 
