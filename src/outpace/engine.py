@@ -10,7 +10,8 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 from .controller import MAX_DRAFT
@@ -159,6 +160,19 @@ class Engine:
             for request in [*self.waiting, *self.running]:
                 self.cancel(request)
             self._slots.clear()
+
+    @contextmanager
+    def empty_slot(self) -> Iterator[int]:
+        """A slot of the target for passes of the caller's own, each under the lock. Raises CapacityError when running
+        requests have all of them."""
+        owner = object()
+        with self.lock:
+            slot, _ = self._slots.open(owner, (), reuse=False)
+        try:
+            yield slot
+        finally:
+            with self.lock:
+                self._slots.drop(owner)
 
     # -- slots
 

@@ -61,6 +61,7 @@ class Splitter:
         if self._state == "call":  # cut off within a call
             self._close_call(held, parts, closed="")
         else:
+            self._fresh = self._fresh and self._state != "start"
             kind: Kind = "reasoning" if self._state == "reasoning" else "content"
             self._say(held.rstrip() if kind == "reasoning" else held, kind, parts)
         return parts

@@ -23,10 +23,8 @@ def score(model: LanguageModel, ids: Sequence[int], top: int) -> list[TokenLogpr
     if len(ids) > target.capacity.positions:
         raise ContextError(f"the prompt's {len(ids)} tokens exceed the context of {target.capacity.positions}")
     found: list[TokenLogprobs | int] = [ids[0]]
-    with engine.lock:
-        slot = target.new_slot()
-    try:
-        step = min(CHUNK, target.capacity.rows)
+    step = min(CHUNK, target.capacity.rows)
+    with engine.empty_slot() as slot:
         for start in range(0, len(ids) - 1, step):
             part = list(ids[start : min(start + step, len(ids) - 1)])
             with engine.lock:
@@ -40,7 +38,4 @@ def score(model: LanguageModel, ids: Sequence[int], top: int) -> list[TokenLogpr
                 found.append(
                     TokenLogprobs(token, float(logprobs[token]), tuple((int(i), float(logprobs[i])) for i in best))
                 )
-    finally:
-        with engine.lock:
-            target.free_slot(slot)
     return found
