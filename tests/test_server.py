@@ -270,6 +270,26 @@ def test_other_apis_say_the_same(server: Running) -> None:
     assert server.post("/api/show", {"model": NAME})[0] == 200
 
 
+def test_responses_stream_and_come_whole(server: Running) -> None:
+    wanted = server.post("/v1/chat/completions", chat(temperature=0.0, ignore_eos=False))[1]
+    text = wanted["choices"][0]["message"]["content"]
+    client = server.client()
+    whole = client.responses.create(model=NAME, input="Hello there", max_output_tokens=12, temperature=0)
+    assert whole.output_text == text
+    assert whole.status == "incomplete"
+    seen, said = [], ""
+    for event in client.responses.create(
+        model=NAME, input="Hello there", max_output_tokens=12, temperature=0, stream=True
+    ):
+        seen.append(event.type)
+        said += event.delta if event.type == "response.output_text.delta" else ""
+    assert said == text
+    assert seen[0] == "response.created"
+    assert seen[-1] == "response.incomplete"
+    assert server.post("/v1/responses", {"model": NAME, "input": "x", "previous_response_id": "y"})[0] == 400
+    assert server.post("/v1/responses", {"model": NAME, "input": [{"type": "input_image"}]})[0] == 400
+
+
 def test_text_becomes_tokens_and_back(server: Running) -> None:
     found = server.post("/tokenize", {"prompt": "aé<|im_end|>"})[1]
     assert found["count"] == len(found["tokens"])
@@ -401,7 +421,8 @@ def test_a_client_that_leaves_frees_its_slot(server: Running) -> None:
     for stream in (True, False):
         body = json.dumps(chat(max_tokens=200, stream=stream)).encode()
         connection = socket.create_connection(("127.0.0.1", server.port))
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        lines = ("POST /v1/chat/completions HTTP/1.1", "Host: x", "Content-Type: application/json")
+        head = "\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""])
         connection.sendall(head.encode() + body)
         if stream:
             connection.recv(64)

@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from .. import __version__
 from ..api import LanguageModel
 from ..types import OutpaceError
-from . import chat, completions, messages, ollama
+from . import chat, completions, messages, ollama, responses
 from .asking import Asking
 from .errors import ApiError, of, refused
 from .fields import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -153,6 +153,14 @@ def _openai(app: FastAPI, server: Server) -> None:
         if body.stream:
             return StreamingResponse(events(chat.stream(asking, body, asked, jobs)), media_type=SSE)
         return JSONResponse(await while_there(request, chat.answer(asking, body, asked, jobs)))
+
+    @app.post("/v1/responses")
+    async def create_response(body: responses.Body, request: Request) -> Response:
+        asked = responses.asked(asking, body)
+        jobs = await server.start([asked])
+        if body.stream:
+            return StreamingResponse(responses.events(body, asked, jobs), media_type=SSE)
+        return JSONResponse(await while_there(request, responses.answer(body, asked, jobs)))
 
     @app.post("/v1/completions")
     async def text_completions(body: CompletionRequest, request: Request) -> Response:
