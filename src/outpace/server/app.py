@@ -8,12 +8,13 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 
 from .. import __version__
 from ..api import LanguageModel
@@ -30,6 +31,10 @@ from .work import Job, Work
 
 log = logging.getLogger("outpace.server")
 SSE = "text/event-stream"
+_PAGE_MAY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +225,12 @@ def _ollama(app: FastAPI, server: Server) -> None:
 
 def _tools(app: FastAPI, server: Server) -> None:
     asking = server.asking
+
+    page = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+
+    @app.get("/", include_in_schema=False)
+    async def chat_page() -> Response:
+        return HTMLResponse(page, headers={"Content-Security-Policy": _PAGE_MAY, "X-Content-Type-Options": "nosniff"})
 
     @app.get("/health")
     async def health() -> dict[str, str]:

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import ApiError
 
-OPEN = ("/health",)  # what needs no key
+OPEN = ("/health", "/")  # what needs no key; the page asks for it
 MOST_BODY = 8 << 20
 
 
