@@ -460,7 +460,7 @@ def test_running_answers_end_before_the_server_does(model: LanguageModel) -> Non
 
 def test_a_pass_that_fails_fails_its_requests_alone(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> Any:
-        raise RuntimeError("secret path /home/x")
+        raise RuntimeError("secret words")
 
     with monkeypatch.context() as patch:
         patch.setattr(server.model.engine.decoder, "round", broken)

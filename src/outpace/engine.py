@@ -13,12 +13,16 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import islice
 
 from .controller import MAX_DRAFT
 from .decode import Decoder, Request, TextSink
 from .sampling import Sampler
 from .slots import SlotPool
 from .types import ContextError, SampleOpts, UsageError, token_ids
+
+_WORTH_WAITING = 16  # tokens that another request is about to read
+_LOOKED_AT = 8  # waiting requests: behind those the turn must be waited for in any case
 
 
 class Engine:
@@ -103,8 +107,8 @@ class Engine:
     def step(self) -> list[Request]:
         """Admits what fits and runs one round; returns the requests that took part ([] when nothing is left)."""
         with self.lock:
-            while self.waiting and len(self.running) < self.decoder.target.capacity.slots:
-                request = self.waiting.popleft()
+            while (request := self._next()) is not None:
+                self.waiting.remove(request)
                 self.running.append(request)
                 try:
                     self._admit(request)
@@ -118,6 +122,23 @@ class Engine:
                 if request.finish:
                     self._release(request)
             return active
+
+    def _next(self) -> Request | None:
+        """The request that is admitted now. One that begins as a text that is just being read waits until that is done:
+        then it need not read it again."""
+        if len(self.running) >= self.decoder.target.capacity.slots:
+            return None
+        reading = [r for r in self.running if not r.taps and len(r.prompt) - r.read > _WORTH_WAITING]
+        for request in islice(self.waiting, _LOOKED_AT if reading else 1):
+            if request.taps or not any(self._soon_read(request, other) for other in reading):
+                return request
+        return None
+
+    @staticmethod
+    def _soon_read(request: Request, other: Request) -> bool:
+        n = min(len(request.prompt), len(other.prompt))
+        ahead = min(n, other.read + _WORTH_WAITING)
+        return n > other.read and ahead > other.read and request.prompt[:ahead] == other.prompt[:ahead]
 
     def _round(self, active: list[Request]) -> None:
         try:
@@ -179,7 +200,7 @@ class Engine:
     def _admit(self, request: Request) -> None:
         # At least the prompt's last token is read again: its logits choose the first token of the answer. Taps are
         # wanted for every token, so such a request reads its whole prompt.
-        slot, held = self._slots.open(request, request.prompt[:-1], reuse=not request.taps)
+        slot, held = self._slots.open(request, request.prompt[:-1], reuse=not request.taps, text=request.tokens)
         self.decoder.begin(request, slot, held)
         self.decoder.total.prompt_tokens += len(request.prompt)
         self.decoder.total.cached_prompt_tokens += request.read
