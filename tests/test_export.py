@@ -23,7 +23,7 @@ from outpace.backends.base import Rows
 from outpace.backends.native import NativeBackend
 from outpace.cli.app import build
 from outpace.config import ModelConfig
-from outpace.models.export import _lost, export_gguf
+from outpace.models.export import export_gguf, lost
 from outpace.models.loading import LoadedModel, load_model
 from outpace.models.names import expected_tensors, is_matrix
 from outpace.text import tokenizer as our
@@ -400,6 +400,6 @@ def test_the_command_writes_a_file_that_answers_alike(
 def test_a_configuration_that_would_come_back_changed_is_noticed() -> None:
     config = tiny.random_config("qwen3", head_dim=16)
     fields = {name: getattr(config, name) for name in config.__slots__}
-    assert _lost(config, config) == []
-    assert _lost(config, ModelConfig(**fields | {"attention_bias": True})) == ["attention_bias"]
-    assert _lost(config, ModelConfig(**fields | {"rope_theta": 1e5})) == ["rope_theta", "rope scaling"]
+    assert lost(config, config) == []
+    assert lost(config, ModelConfig(**fields | {"attention_bias": True})) == ["attention_bias"]
+    assert lost(config, ModelConfig(**fields | {"rope_theta": 1e5})) == ["rope_theta", "rope scaling"]

@@ -9,6 +9,8 @@ k reads its own outputs of step k - 1 from the start of the text: that is our `e
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,9 @@ from heads_files import (
     TARGET,
     TARGET_ARRAYS,
     TOKENS,
+    Arrays,
+    d2t,
+    hf,
     random_head,
     shared_tensors,
     speculators_dflash,
@@ -35,9 +40,24 @@ from heads_files import (
     text,
 )  # fmt: skip
 from heads_oracle import Slots, draft, extend
+from outpace.heads.config import HeadConfig
+from outpace.heads.export import export_head
 from outpace.heads.loading import load_head
 from outpace.heads.reference import AutoregressiveHead, BlockHead, make_head
+from outpace.weights.safetensors import write_safetensors
 from outpace.weights.weight_map import WeightMap
+
+
+def exported(folder: Path, config: HeadConfig, arrays: Arrays) -> Path:
+    """The files that `outpace export` writes."""
+    config = replace(config, own_embedding=config.own_embedding or config.algorithm == "eagle3")
+    if config.algorithm == "eagle3":
+        arrays = {"model.embed_tokens.weight": TARGET_ARRAYS["model.embed_tokens.weight"]} | arrays
+    export_head(folder, config, arrays, d2t(config), None, dtype="float32", force=True)
+    return folder
+
+
+Write = Callable[[Path, HeadConfig, Arrays], Path]
 
 
 def ours(folder: Path) -> AutoregressiveHead | BlockHead:
@@ -68,12 +88,13 @@ def hooked(model: Any) -> list[np.ndarray]:
     return seen
 
 
+@pytest.mark.parametrize("write", [speculators_eagle3, exported])
 @pytest.mark.parametrize("name", EAGLE3)
-def test_eagle3_steps_equal_speculators(name: str, tmp_path: Path) -> None:
+def test_eagle3_steps_equal_speculators(name: str, write: Write, tmp_path: Path) -> None:
     from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 
     config = EAGLE3[name]
-    speculators_eagle3(tmp_path, config, random_head(config))
+    write(tmp_path, config, random_head(config))
     model = theirs(Eagle3DraftModel, Eagle3SpeculatorConfig, tmp_path)
     features, tokens = text(config.feature_width)
     seen = hooked(model)
@@ -99,6 +120,25 @@ def test_eagle3_steps_equal_speculators(name: str, tmp_path: Path) -> None:
         extend(head, features[row + 1 :], tokens[row + 1 :], cache)
 
 
+def test_the_package_loads_what_we_export(tmp_path: Path) -> None:
+    """By its own from_pretrained, which also looks for the target that the files name."""
+    pytest.importorskip("loguru")  # what it reads the target with
+    from speculators import SpeculatorModel
+
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "config.json").write_text(json.dumps(hf(TARGET)))
+    write_safetensors(tmp_path / "target" / "model.safetensors", TARGET_ARRAYS)
+    for name in ("eagle3", "dflash_small", "dspark", "mtp_before"):
+        config, arrays = HEADS[name], random_head(HEADS[name])
+        export_head(tmp_path / name, config, arrays, d2t(config), str(tmp_path / "target"), dtype="float32")
+        state = SpeculatorModel.from_pretrained(tmp_path / name, dtype=torch.float32).state_dict()
+        fc = "mtp_layers.0.input_proj.weight" if name == "mtp_before" else "fc.weight"
+        np.testing.assert_array_equal(state[fc].numpy(), arrays["fc.weight"])
+        if config.own_lm_head:
+            np.testing.assert_array_equal(state["lm_head.weight"].numpy(), arrays["lm_head.weight"])
+            np.testing.assert_array_equal(state["d2t"].numpy() + np.arange(15), d2t(config))
+
+
 def test_eagle3_in_a_sliding_window(tmp_path: Path) -> None:
     from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 
@@ -118,12 +158,13 @@ def test_eagle3_in_a_sliding_window(tmp_path: Path) -> None:
     np.testing.assert_allclose(extend(head, features, tokens, head.new_cache(64)).logits, seen[0], atol=1e-4)
 
 
-def test_mtp_steps_equal_speculators(tmp_path: Path) -> None:
+@pytest.mark.parametrize("write", [speculators_mtp, exported])
+def test_mtp_steps_equal_speculators(write: Write, tmp_path: Path) -> None:
     from speculators.models.mtp import MTPDraftModel
     from speculators.models.mtp.config import MTPSpeculatorConfig
 
     config = HEADS["mtp_before"]
-    speculators_mtp(tmp_path, config, random_head(config))
+    write(tmp_path, config, random_head(config))
     model = theirs(MTPDraftModel, MTPSpeculatorConfig, tmp_path, "eager")
     hidden, tokens = text(config.feature_width)
     with torch.no_grad():
@@ -138,14 +179,15 @@ def test_mtp_steps_equal_speculators(tmp_path: Path) -> None:
         features = slots.hidden
 
 
+@pytest.mark.parametrize("write", [speculators_dflash, exported])
 @pytest.mark.parametrize("name", BLOCKS)
-def test_blocks_equal_speculators(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_equal_speculators(name: str, write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
     from speculators.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig
 
     config = BLOCKS[name]
     spark = config.markov != "none"
-    speculators_dflash(tmp_path, config, random_head(config))
+    write(tmp_path, config, random_head(config))
     kinds = (DSparkDraftModel, DSparkSpeculatorConfig) if spark else (DFlashDraftModel, DFlashSpeculatorConfig)
     model = theirs(*kinds, tmp_path)
     features, tokens = text(config.feature_width)

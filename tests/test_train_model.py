@@ -12,13 +12,13 @@ import torch
 import heads_files
 from heads_oracle import draft, extend, step
 from outpace.heads.config import HeadConfig, head_tensors
+from outpace.heads.export import export_head
 from outpace.heads.loading import load_head
 from outpace.heads.reference import AutoregressiveHead, make_head
 from outpace.train.batches import batch_of
 from outpace.train.data import Example
 from outpace.train.eagle3 import EagleHead
 from outpace.train.evaluate import Score, score
-from outpace.train.export import bfloat16, export_head
 from outpace.train.losses import Labels, soft_cross_entropy
 from outpace.train.target import Target, default_taps, draft_vocabulary, eagle_config, first_weights
 from outpace.types import UsageError
@@ -132,18 +132,6 @@ def test_an_exported_head_loads_and_gives_the_same_logits(tmp_path: Path) -> Non
     with torch.no_grad():
         final = next(iter(head.steps(batch_of([example]), 1)))[0].numpy()
     np.testing.assert_allclose(final @ LM_HEAD[D2T].T, slots.logits[3:], atol=1e-4)
-
-
-def test_bfloat16_rounds_to_nearest_even() -> None:
-    values = np.array([1.0, 1.00390625, 1.01171875, -3.1415927, 1e-40, 65504.0], np.float32)
-    ours = bfloat16(values).f32()
-    np.testing.assert_array_equal(ours, torch.tensor(values).bfloat16().float().numpy())
-
-
-def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
-    mtp = heads_files.HEADS["mtp"]
-    with pytest.raises(UsageError, match="only eagle3"):
-        export_head(tmp_path, mtp, {}, D2T, "tiny")
 
 
 def test_the_score_is_what_decoding_round_by_round_keeps() -> None:

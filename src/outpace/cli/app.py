@@ -14,6 +14,7 @@ from .bench import kernels, start
 from .bench_head import head
 from .chat import chat
 from .command import command, say
+from .export import export
 from .generate import generate
 from .index import index
 from .inspect import inspect
@@ -60,7 +61,9 @@ class Commands(PlainFlags, TyperGroup):
             sys.exit(2)
 
 
-COMMANDS = {f.__name__: f for f in (generate, chat, pull, models, rm, info, inspect, quantize, index, train, serve)}
+COMMANDS = {
+    f.__name__: f for f in (generate, chat, serve, pull, models, rm, info, inspect, export, quantize, index, train)
+}
 BENCH = {function.__name__: function for function in (kernels, start, head)}  # outpace bench NAME
 NAMES = (*COMMANDS, "bench")
 

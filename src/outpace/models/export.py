@@ -102,7 +102,7 @@ def export_gguf(
         for name, source in sources.items()
     }
     size = gguf_size(metadata, plan)
-    _check_space(out, size)
+    check_space(out, size)
     write_gguf(out, metadata, plan)
     return Exported(out, size, Counter(kinds.values()), tuple(notices))
 
@@ -125,7 +125,8 @@ def _check_target(source: Path, out: Path, force: bool) -> None:
         raise UsageError(f"{out} is there already; --force replaces it")
 
 
-def _check_space(out: Path, size: int) -> None:
+def check_space(out: Path, size: int) -> None:
+    """Raises CapacityError unless the disk that `out` will lie on has room for so many bytes."""
     free = shutil.disk_usage(out.parent).free
     if free < size:
         raise CapacityError(
@@ -169,17 +170,17 @@ def _from_folder(loaded: LoadedModel) -> dict[str, _Source]:
             shape = shape[1:]
         layers[f"blk.{layer}.{blocks[module]}.{kind}"] = _Source(shape, [(tensor, order)])
     if config.rope_scaling is not None and config.rope_scaling.kind == "llama3":
-        outer[ROPE_FACTORS] = _rope_factors(config)
+        factors = rope_factors(config)
+        outer[ROPE_FACTORS] = _Source(factors.shape, [(factors, None)])
     return outer | layers
 
 
-def _rope_factors(config: ModelConfig) -> _Source:
-    """llama3's scaling as GGUF has it: a divisor for each frequency."""
+def rope_factors(config: ModelConfig) -> Tensor:
+    """llama3's scaling as GGUF has it: a divisor for each frequency, float32 [head_dim / 2]."""
     scaled, _ = rotary_frequencies(config)
     fields = {name: getattr(config, name) for name in config.__slots__}
     plain, _ = rotary_frequencies(ModelConfig(**fields | {"rope_scaling": None}))
-    factors = Tensor.from_array(plain / scaled)
-    return _Source(factors.shape, [(factors, None)])
+    return Tensor.from_array(plain / scaled)
 
 
 def _kind(name: str, shape: tuple[int, ...], to: Target) -> str:
@@ -245,34 +246,35 @@ def _folder_metadata(loaded: LoadedModel, shapes: Mapping[str, tuple[int, ...]])
         metadata = to_gguf(config)
         metadata |= {"general.type": "model", "general.name": folder.resolve().name}
         metadata |= tokenizer_metadata(folder, config.vocab_size)
-        lost = _lost(config, ModelConfig.from_gguf(metadata, shapes))
+        missing = lost(config, ModelConfig.from_gguf(metadata, shapes))
     except ModelError as error:
         raise ModelError(f"{folder}: {error}") from None
-    if lost:
-        raise ModelError(f"{folder}: GGUF has no place for this model's {', '.join(lost)}")
+    if missing:
+        raise ModelError(f"{folder}: GGUF has no place for this model's {', '.join(missing)}")
     return metadata
 
 
-def _lost(config: ModelConfig, read: ModelConfig) -> list[str]:
-    """What differs in the configuration that the new file would be read with."""
+def lost(config: ModelConfig, read: ModelConfig) -> list[str]:
+    """The fields that differ in the configuration that a new file would be read with, by their effect. Ids of tokens
+    and llama3's rope scaling, which GGUF keeps elsewhere, are not compared."""
 
     def plain(value: object) -> object:
         return np.float32(value) if isinstance(value, float) else value
 
     names = [name for name in config.__slots__ if name not in _ELSEWHERE]
-    lost = [name for name in names if plain(getattr(config, name)) != plain(getattr(read, name))]
+    missing = [name for name in names if plain(getattr(config, name)) != plain(getattr(read, name))]
     layers = range(config.num_hidden_layers)
     if any(config.window(layer) != read.window(layer) for layer in layers):
-        lost.append("sliding window")
+        missing.append("sliding window")
     if any(config.is_moe(layer) != read.is_moe(layer) for layer in layers):
-        lost.append("dense layers")
+        missing.append("dense layers")
     if config.num_experts and config.norm_topk_prob != read.norm_topk_prob:
-        lost.append("norm_topk_prob")
+        missing.append("norm_topk_prob")
     if config.rope_scaling is None or config.rope_scaling.kind != "llama3":
         (ours, factor), (theirs, other) = rotary_frequencies(config), rotary_frequencies(read)
         if not np.allclose(ours, theirs, rtol=1e-5) or abs(factor - other) > 1e-5:
-            lost.append("rope scaling")
-    return lost
+            missing.append("rope scaling")
+    return missing
 
 
 def _end_tokens(config: ModelConfig, metadata: dict[str, Any]) -> list[str]:

@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 
 from ..heads.config import HeadConfig
+from ..heads.export import export_head
 from ..types import I64, ModelError, NumericalError, UsageError
 from ..weights.files import replacing
 from .batches import Batch, batches
 from .data import Shards
 from .eagle3 import EagleHead, rms
 from .evaluate import score
-from .export import export_head
 from .losses import Labels, soft_cross_entropy
 from .target import Target, draft_vocabulary, eagle_config, first_weights
 from .torch_or_say import torch
@@ -169,7 +169,7 @@ class Trainer:
         torch.save(state, written)
         with replacing(self.out / CHECKPOINT) as file:
             file.write(written.getbuffer())
-        export_head(self.out, self.config, self.head.arrays(), self.d2t, self.name)
+        export_head(self.out, self.config, self.head.arrays(), self.d2t, self.name, force=True)
 
     def _saved(self, resume: bool) -> dict[str, Any] | None:
         file = self.out / CHECKPOINT
