@@ -31,7 +31,7 @@ LAYERS = (
     ("opening",),
     ("api", "speculator"),
     ("calibrate",),
-    ("bench",),
+    ("bench", "server"),
     ("train",),
     ("cli",),
 )

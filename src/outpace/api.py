@@ -21,7 +21,7 @@ import numpy as np
 from .backends.base import Backend
 from .cache import CacheOption
 from .config import ModelConfig
-from .controller import Controller
+from .controller import MAX_DRAFT, Controller
 from .decode import Decoder, Request
 from .drafters import Drafter
 from .engine import Engine
@@ -69,6 +69,63 @@ class Delta:
     accepted: int
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     result: Result | None = None
+
+
+def result_of(request: Request) -> Result:
+    """What a finished request came to."""
+    return Result(
+        text=request.text.text if isinstance(request.text, TextStream) else "",
+        token_ids=request.output,
+        prompt_ids=list(request.prompt),
+        finish_reason=request.finish,
+        seed=request.sampler.noise.seed,
+        stats=request.stats,
+        rounds=request.rounds,
+        logprobs=request.logprobs,
+        taps={tap: np.concatenate(rows) for tap, rows in request.tapped.items()},
+    )
+
+
+class Answer:
+    """An answer in the making. `LanguageModel.stream` iterates over it; a server steps the engine itself and asks for
+    what is new."""
+
+    def __init__(self, engine: Engine, request: Request) -> None:
+        self._engine, self._request = engine, request
+        self._shown = self._logged = self._rounds = 0
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self._request.prompt)
+
+    @property
+    def finished(self) -> bool:
+        return bool(self._request.finish)
+
+    def news(self) -> Delta | None:
+        """What came since the last call, the whole answer with the last of it; None for nothing new. The engine's lock
+        is held by the caller. Raises the request's own error."""
+        request = self._request
+        if request.error is not None:
+            raise request.error
+        output, finished = request.output, bool(request.finish)
+        if len(output) == self._shown and not finished:
+            return None
+        logprobs = request.logprobs[self._logged :]
+        delta = Delta(
+            request.text.take() if isinstance(request.text, TextStream) else "",
+            output[self._shown :],
+            sum(each.accepted for each in request.rounds[self._rounds :]),
+            logprobs,
+            result_of(request) if finished else None,
+        )
+        self._shown, self._rounds = len(output), len(request.rounds)
+        self._logged += len(logprobs)
+        return delta
+
+    def cancel(self) -> None:
+        """Ends it where it is; nothing happens to a finished one."""
+        self._engine.cancel(self._request)
 
 
 def load(
@@ -235,7 +292,7 @@ class LanguageModel:
         finally:
             for request in requests:
                 self.engine.cancel(request)
-        return [self._result(request) for request in requests]
+        return [result_of(request) for request in requests]
 
     def stream(
         self,
@@ -247,34 +304,41 @@ class LanguageModel:
         **changes: Any,
     ) -> Generator[Delta]:
         """Like `generate`, a Delta per round. Closing the iterator (or Ctrl-C) cancels; the model stays usable."""
-        deltas = self._deltas(self._submit(prompt, opts, speculate, taps, changes))
+        deltas = self._deltas(self.submit(prompt, opts, speculate=speculate, taps=taps, **changes))
         next(deltas)  # it has begun: from here on, dropping it cancels the request too
         return deltas
 
-    def _deltas(self, request: Request) -> Generator[Delta]:
-        shown = logged = rounds = 0
+    def submit(
+        self,
+        prompt: str | Sequence[int],
+        opts: SampleOpts | None = None,
+        *,
+        speculate: bool = True,
+        taps: Sequence[int] = (),
+        drafter: str | None = None,
+        most_drafted: int = MAX_DRAFT,
+        **changes: Any,
+    ) -> Answer:
+        """Like `stream`, for whoever steps the engine: nothing is computed until engine.step() is called. drafter,
+        most_drafted: see Engine.submit."""
+        request = self._submit(prompt, opts, speculate, taps, changes, drafter=drafter, most_drafted=most_drafted)
+        return Answer(self.engine, request)
+
+    def _deltas(self, answer: Answer) -> Generator[Delta]:
         try:
             yield Delta("", [], 0)
             while True:
                 # The engine may have worked on this request before, on behalf of another one.
                 with self.engine.lock:
-                    if not request.finish and len(request.output) == shown:
+                    delta = answer.news()
+                    if delta is None:
                         self.engine.step()
-                    if request.error is not None:
-                        raise request.error
-                    output, logprobs = request.output, list(request.logprobs)
-                    if len(output) == shown and not request.finish:
                         continue
-                    text = request.text.take() if isinstance(request.text, TextStream) else ""
-                    accepted = sum(each.accepted for each in request.rounds[rounds:])
-                    rounds = len(request.rounds)
-                    result = self._result(request) if request.finish else None
-                yield Delta(text, output[shown:], accepted, logprobs[logged:], result)
-                shown, logged = len(output), len(logprobs)
-                if result is not None:
+                yield delta
+                if delta.result is not None:
                     return
         finally:
-            self.engine.cancel(request)
+            answer.cancel()
 
     # -- chat
 
@@ -316,6 +380,7 @@ class LanguageModel:
         speculate: bool,
         taps: Sequence[int],
         changes: Mapping[str, Any],
+        **drafting: Any,
     ) -> Request:
         if self._closed:
             raise UsageError("the model is closed: load it again")
@@ -330,20 +395,7 @@ class LanguageModel:
                 raise UsageError("this model has no tokenizer: give token ids")
             prompt = self.tokenizer.encode(prompt)
         text = TextStream(self.tokenizer.stream(), opts.stop) if self.tokenizer is not None else None
-        return self.engine.submit(prompt, opts, text=text, taps=taps, speculate=speculate)
-
-    def _result(self, request: Request) -> Result:
-        return Result(
-            text=request.text.text if isinstance(request.text, TextStream) else "",
-            token_ids=request.output,
-            prompt_ids=list(request.prompt),
-            finish_reason=request.finish,
-            seed=request.sampler.noise.seed,
-            stats=request.stats,
-            rounds=request.rounds,
-            logprobs=request.logprobs,
-            taps={tap: np.concatenate(rows) for tap, rows in request.tapped.items()},
-        )
+        return self.engine.submit(prompt, opts, text=text, taps=taps, speculate=speculate, **drafting)
 
     # -- life
 

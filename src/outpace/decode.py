@@ -59,6 +59,7 @@ class Request:
     taps: tuple[int, ...] = ()
     known: int = 0
     speculate: bool = True
+    most_drafted: int = MAX_DRAFT
     evidence: Evidence = field(default_factory=Evidence)
     slot: int = -1
     read: int = 0
@@ -282,7 +283,7 @@ class Decoder:
     def _limit(self, request: Request, room: int) -> int:
         """Most draft tokens that can be of use: each must leave a place for the token after it."""
         context = self.target.capacity.positions - len(request.tokens)
-        return max(0, min(MAX_DRAFT, room, request.limit - request.emitted - 1, context))
+        return max(0, min(request.most_drafted, room, request.limit - request.emitted - 1, context))
 
     # -- after the pass
 

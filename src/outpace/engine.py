@@ -10,13 +10,19 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from itertools import islice
 
+from .controller import MAX_DRAFT
 from .decode import Decoder, Request, TextSink
 from .sampling import Sampler
 from .slots import SlotPool
 from .types import ContextError, SampleOpts, UsageError, token_ids
+
+_WORTH_WAITING = 16  # tokens that another request is about to read
+_LOOKED_AT = 8  # waiting requests: behind those the turn must be waited for in any case
 
 
 class Engine:
@@ -44,14 +50,17 @@ class Engine:
         taps: Sequence[int] = (),
         speculate: bool = True,
         known: int = 0,
+        drafter: str | None = None,
+        most_drafted: int = MAX_DRAFT,
     ) -> Request:
-        """Queues a request; `step` works on it.
+        """Queues a request; `step` works on it. drafter: the only one that may draft for it; most_drafted: tokens of a
+        draft, at most.
 
         known: of so many of the prompt's first tokens the caller has the hidden states: those that a slot still holds
         (stats.cached_prompt_tokens) are missing from what `taps` collect.
 
-        Raises UsageError for an empty prompt, a token id or tap out of range, ContextError when the prompt, or the
-        prompt and opts.max_tokens, do not fit the context.
+        Raises UsageError for an empty prompt, a token id or tap out of range, an unknown drafter, ContextError when the
+        prompt, or the prompt and opts.max_tokens, do not fit the context.
         """
         target = self.decoder.target
         vocab, layers = target.config.vocab_size, target.config.num_hidden_layers
@@ -72,6 +81,10 @@ class Engine:
                 f"the prompt's {len(prompt)} tokens and max_tokens {opts.max_tokens} exceed the context of {context}: "
                 f"ask for at most {room}"
             )
+        drafters = {each.name for each in self.decoder.drafters}
+        if drafter is not None and drafter not in drafters:
+            known = ", ".join(sorted(drafters)) or "none"
+            raise UsageError(f"there is no drafter {drafter!r:.40} here, only: {known}")
         if opts.stop and text is None:
             raise UsageError("stop strings need a tokenizer; use stop_tokens with token ids")
         if opts.constraint is not None:
@@ -88,6 +101,8 @@ class Engine:
             taps=taps,
             known=known,
             speculate=speculate,
+            most_drafted=min(most_drafted, MAX_DRAFT),
+            without=set() if drafter is None else drafters - {drafter},
             evidence=self.decoder.controller.track(),
         )
         with self.lock:
@@ -97,8 +112,8 @@ class Engine:
     def step(self) -> list[Request]:
         """Admits what fits and runs one round; returns the requests that took part ([] when nothing is left)."""
         with self.lock:
-            while self.waiting and len(self.running) < self.decoder.target.capacity.slots:
-                request = self.waiting.popleft()
+            while (request := self._next()) is not None:
+                self.waiting.remove(request)
                 self.running.append(request)
                 try:
                     self._admit(request)
@@ -112,6 +127,23 @@ class Engine:
                 if request.finish:
                     self._release(request)
             return active
+
+    def _next(self) -> Request | None:
+        """The request that is admitted now. One that begins as a text that is just being read waits until that is done:
+        then it need not read it again."""
+        if len(self.running) >= self.decoder.target.capacity.slots:
+            return None
+        reading = [r for r in self.running if not r.taps and len(r.prompt) - r.read > _WORTH_WAITING]
+        for request in islice(self.waiting, _LOOKED_AT if reading else 1):
+            if request.taps or not any(self._soon_read(request, other) for other in reading):
+                return request
+        return None
+
+    @staticmethod
+    def _soon_read(request: Request, other: Request) -> bool:
+        n = min(len(request.prompt), len(other.prompt))
+        ahead = min(n, other.read + _WORTH_WAITING)
+        return n > other.read and ahead > other.read and request.prompt[:ahead] == other.prompt[:ahead]
 
     def _round(self, active: list[Request]) -> None:
         try:
@@ -155,13 +187,26 @@ class Engine:
                 self.cancel(request)
             self._slots.clear()
 
+    @contextmanager
+    def empty_slot(self) -> Iterator[int]:
+        """A slot of the target for passes of the caller's own, each under the lock. Raises CapacityError when running
+        requests have all of them."""
+        owner = object()
+        with self.lock:
+            slot, _ = self._slots.open(owner, (), reuse=False)
+        try:
+            yield slot
+        finally:
+            with self.lock:
+                self._slots.drop(owner)
+
     # -- slots
 
     def _admit(self, request: Request) -> None:
         # At least the prompt's last token is read again: its logits choose the first token of the answer. Taps are
         # wanted for every token, so such a request reads its whole prompt but for what is known of it.
         usable = request.prompt[:-1][: request.known if request.taps else None]
-        slot, held = self._slots.open(request, usable, reuse=bool(usable))
+        slot, held = self._slots.open(request, usable, reuse=bool(usable), text=request.tokens)
         self.decoder.begin(request, slot, held)
         self.decoder.total.prompt_tokens += len(request.prompt)
         self.decoder.total.cached_prompt_tokens += request.read

@@ -1,4 +1,4 @@
-"""A backend's slots, kept after their text has ended: the next text that begins the same way starts from there.
+"""A backend's slots: a text that begins as another one, running or ended, starts from what that one's slot holds.
 
 Neighbours: engine.py opens the target's slots here, drafters with a model or head those of theirs.
 """
@@ -26,21 +26,51 @@ class SlotPool:
     def __init__(self, backend: Backend | HeadBackend) -> None:
         self.backend = backend
         self._used: dict[Hashable, int] = {}
+        self._texts: dict[Hashable, Sequence[int]] = {}  # of owners whose slot others may begin with, as they grow
         self._idle: dict[int, list[int]] = {}  # the tokens that each idle slot holds, least recently used first
         self._leaving: set[int] = set()  # being freed; not empty only after an interruption
 
-    def open(self, owner: Hashable, tokens: Sequence[int], *, reuse: bool = True) -> tuple[int, int]:
+    def open(
+        self, owner: Hashable, tokens: Sequence[int], *, reuse: bool = True, text: Sequence[int] | None = None
+    ) -> tuple[int, int]:
         """A slot for the owner's text, and how many of these tokens it already holds (all of them at most).
 
-        reuse False: an empty slot. Raises CapacityError when every slot is in use.
+        reuse False: an empty slot. text: the owner's whole text, as it grows, of which the slot holds a beginning: then
+        others may begin with it while it runs. Raises CapacityError when every slot is in use.
         """
         self.drop(owner)  # what an interrupted call may have left
+        if text is not None:
+            self._texts[owner] = text
         shared = {slot: common_prefix(held, tokens) for slot, held in self._idle.items()} if reuse else {}
         best = max(shared, key=shared.__getitem__, default=None)
-        if best is not None and shared[best] > 0 and self._continue(owner, best, shared[best]):
+        running = self._running(owner, tokens) if reuse else {}
+        nearest = max(running, key=running.__getitem__, default=None)
+        ended = 0 if best is None else shared[best]
+        if nearest is not None and running[nearest] > ended and self._branch_off(owner, nearest, running[nearest]):
+            return self._used[owner], running[nearest]
+        if best is not None and ended > 0 and self._continue(owner, best, shared[best]):
             return self._used[owner], shared[best]
         self._used[owner] = self._make(self.backend.new_slot)
         return self._used[owner], 0
+
+    def _running(self, owner: Hashable, tokens: Sequence[int]) -> dict[int, int]:
+        """Slots of running texts, and how many of these tokens they hold."""
+        found = {}
+        for other, text in self._texts.items():
+            if other is not owner and other in self._used:
+                slot = self._used[other]
+                found[slot] = common_prefix(text[: self.backend.length(slot)], tokens)
+        return found
+
+    def _branch_off(self, owner: Hashable, slot: int, length: int) -> bool:
+        """Gives the owner a copy of a running text's slot, cut back. False where there is no place, or no way back."""
+        try:
+            self._used[owner] = self._make(lambda: self.backend.fork_slot(slot))
+            self.backend.truncate(self._used[owner], length)
+        except (CapacityError, RewindError):
+            self._give_up(owner)
+            return False
+        return True
 
     def _continue(self, owner: Hashable, slot: int, length: int) -> bool:
         """Gives the owner an idle slot cut back to `length` tokens; a copy of it where that would lose a text that may
@@ -55,7 +85,7 @@ class SlotPool:
         try:
             self.backend.truncate(self._used[owner], length)
         except RewindError:
-            self.drop(owner)
+            self._give_up(owner)
             return False
         return True
 
@@ -74,6 +104,7 @@ class SlotPool:
         """The owner's text has ended; its slot holds (at least) the first of these tokens and is kept for the next
         one. Nothing happens to an owner without a slot."""
         slot = self._used.get(owner)
+        self._texts.pop(owner, None)
         if slot is None:
             return
         self._idle[slot] = list(tokens[: self.backend.length(slot)])
@@ -83,6 +114,11 @@ class SlotPool:
 
     def drop(self, owner: Hashable) -> None:
         """Frees the owner's slot, whose contents are of no use. Nothing happens to an owner without one."""
+        self._texts.pop(owner, None)
+        self._give_up(owner)
+
+    def _give_up(self, owner: Hashable) -> None:
+        """The owner's slot alone: another one follows."""
         if owner in self._used:
             self._leaving.add(self._used[owner])
             del self._used[owner]

@@ -22,6 +22,7 @@ from .inspect import inspect
 from .manage import info, models, pull, rm
 from .quantize import quantize
 from .quick import PlainValues, leave
+from .serve import serve
 from .train import train
 
 
@@ -61,7 +62,9 @@ class Commands(PlainFlags, TyperGroup):
             sys.exit(2)
 
 
-COMMANDS = {f.__name__: f for f in (generate, chat, pull, models, rm, info, inspect, export, quantize, index, train)}
+COMMANDS = {
+    f.__name__: f for f in (generate, chat, serve, pull, models, rm, info, inspect, export, quantize, index, train)
+}
 BENCH = {function.__name__: function for function in (kernels, start, head, drafter)}  # outpace bench NAME
 NAMES = (*COMMANDS, "bench")
 
