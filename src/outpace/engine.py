@@ -83,8 +83,8 @@ class Engine:
             )
         drafters = {each.name for each in self.decoder.drafters}
         if drafter is not None and drafter not in drafters:
-            known = ", ".join(sorted(drafters)) or "none"
-            raise UsageError(f"there is no drafter {drafter!r:.40} here, only: {known}")
+            there = ", ".join(sorted(drafters)) or "none"
+            raise UsageError(f"there is no drafter {drafter!r:.40} here, only: {there}")
         if opts.stop and text is None:
             raise UsageError("stop strings need a tokenizer; use stop_tokens with token ids")
         if opts.constraint is not None:
