@@ -106,11 +106,11 @@ def test_the_command_goes_through_to_figures(
 ) -> None:
     monkeypatch.setenv("OUTPACE_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(data, "SHARD_ANSWERS", 6)
-    monkeypatch.setattr(filters, "not_text", lambda text: False)  # all that a random model says is noise
     monkeypatch.setattr(data, "ANSWER_TOKENS", 10)
     monkeypatch.setattr(data, "PROMPT_TOKENS", 240)
     monkeypatch.setattr(run, "SLOTS", 4)
     monkeypatch.setattr(run, "TOKENS", 16)
+    monkeypatch.setattr(filters, "not_text", lambda text: False)  # all that a random model says is noise
     few = [prompt for prompt in outpace.bench.prompts.held_out() if prompt.id.endswith("-2")]
     monkeypatch.setattr(outpace.bench.drafter, "held_out", lambda: few)
     init = Recipe.__init__

@@ -348,8 +348,8 @@ def _small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(data, "ANSWER_TOKENS", 10)
     monkeypatch.setattr(data, "PROMPT_TOKENS", 240)
     monkeypatch.setattr(run, "SLOTS", 4)
-    monkeypatch.setattr(filters, "not_text", lambda text: False)  # all that a random model says is noise
     monkeypatch.setattr(run, "TOKENS", 16)
+    monkeypatch.setattr(filters, "not_text", lambda text: False)  # all that a random model says is noise
     few = [prompt for prompt in outpace.bench.prompts.held_out() if prompt.id.endswith("-2")]
     monkeypatch.setattr(outpace.bench.drafter, "held_out", lambda: few)
     monkeypatch.setattr(loop.Recipe, "__init__", _quick(loop.Recipe.__init__))

@@ -70,11 +70,11 @@ def train(
 ) -> Trained | None:
     """Trains a head for `target` in `minutes`, of which `data_minutes` (two fifths by default) go to making data.
 
-    loss: of losses.LOSSES. own_head: see Recipe. evaluate: measures the head on the held-out prompts at the end.
     out: the head's folder. data: a file of prompts (rows.py); composed ones without it. shards: the folder of the data
     that are made (OUT/data). via: the URL of a server of the target that writes the answers, via_model: the target's
-    name there. resume: goes on with the run there. show: is told how it goes. Of several processes (parallel.py) the
-    first makes the data, shows and measures; the others return None.
+    name there. loss: of losses.LOSSES. own_head: see Recipe. evaluate: measures the head on the held-out prompts at the
+    end. resume: goes on with the run there. show: is told how it goes.
+    Of several processes (parallel.py) the first makes the data, shows and measures; the others return None.
     Raises UsageError, ModelError, NumericalError; KeyboardInterrupt after leaving what there is in the folder.
     """
     recipe = replace(recipe or Recipe(**kind_of(kind).recipe), loss=loss, own_head=own_head)
@@ -86,9 +86,9 @@ def train(
     if (out / CHECKPOINT).exists() != resume and not (resume and (made / "shards.json").exists()):
         said = "go on with --resume, or name another folder" if not resume else "there is nothing to go on with"
         raise UsageError(f"{out}: {'holds a training run' if not resume else 'no run there'}: {said}")
-    workers = Workers.join()
     source = Composer(seed) if data is None else Conversations(data)
     server = None if via is None else Server(via, via_model)
+    workers = Workers.join()
     threads = max(1, usable_cores() // workers.here) if threads is None else threads
     torch.set_num_threads(threads)
     path = hub.resolve(target)
@@ -133,7 +133,6 @@ def train(
         def measuring(what: str, part: float) -> None:
             tell("held-out prompts", part, what)
 
-        held_out = measure_drafter(
-            target, out, tokens=TOKENS, timed=TIMED, precision=PRECISION, threads=threads, progress=measuring
-        )
+        options = {"tokens": TOKENS, "timed": TIMED, "precision": PRECISION, "threads": threads}
+        held_out = measure_drafter(target, out, progress=measuring, **options)
     return Trained(out, found.answers, found.left_out, status, trainer.coverage, held_out)
