@@ -171,5 +171,5 @@ def _small(config: HeadConfig, target: Target, seed: int) -> dict[str, F32]:
 KINDS: dict[str, Kind] = {
     "eagle3": Kind(eagle_config, eagle_first, EagleHead),
     "mtp": Kind(mtp_config, mtp_first, MtpHead),
-    "dflash": Kind(dflash_config, dflash_first, BlockHead, {"stages": ((0.0, BLOCK),)}),
+    "dflash": Kind(dflash_config, dflash_first, BlockHead, {"stages": ((0.0, BLOCK),), "positions": 256}),
 }
