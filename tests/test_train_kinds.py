@@ -20,7 +20,7 @@ from outpace.config import ModelConfig
 from outpace.heads.loading import load_head
 from outpace.models.loading import load_model
 from outpace.models.names import expected_tensors
-from outpace.train import data, heap, loop, run
+from outpace.train import data, filters, heap, loop, run
 from outpace.train.data import Example
 from outpace.train.kinds import KINDS, kind_of
 from outpace.train.loop import Recipe, Trainer
@@ -105,10 +105,12 @@ def test_the_command_goes_through_to_figures(
     kind: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OUTPACE_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(data, "SHARD_PROMPTS", 6)
+    monkeypatch.setattr(data, "SHARD_ANSWERS", 6)
     monkeypatch.setattr(data, "ANSWER_TOKENS", 10)
     monkeypatch.setattr(data, "PROMPT_TOKENS", 240)
     monkeypatch.setattr(run, "SLOTS", 4)
+    monkeypatch.setattr(run, "TOKENS", 16)
+    monkeypatch.setattr(filters, "not_text", lambda text: False)  # all that a random model says is noise
     few = [prompt for prompt in outpace.bench.prompts.held_out() if prompt.id.endswith("-2")]
     monkeypatch.setattr(outpace.bench.drafter, "held_out", lambda: few)
     init = Recipe.__init__

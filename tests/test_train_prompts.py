@@ -14,7 +14,7 @@ from outpace.train.prompts import Prompt, compose
 from outpace.train.tasks import TASKS
 from outpace.train.words import WORDS
 
-COMPOSED = list(islice(compose(0), 10_000))
+COMPOSED = list(islice(compose(0), 100_000))
 RUN = 8
 
 
@@ -34,8 +34,8 @@ def test_the_held_out_prompts_are_those_of_the_first_day() -> None:
     assert len({prompt.id for prompt in held_out()}) == 40
 
 
-def test_ten_thousand_prompts_do_not_repeat() -> None:
-    assert len({text(prompt) for prompt in COMPOSED}) == 10_000
+def test_a_hundred_thousand_prompts_do_not_repeat() -> None:
+    assert len({text(prompt) for prompt in COMPOSED}) == 100_000
     assert {prompt.kind for prompt in COMPOSED} == set(TASKS)
 
 
@@ -49,7 +49,7 @@ def test_no_prompt_shares_a_run_of_eight_words_with_the_held_out_ones() -> None:
     assert len(forbidden) > 500
     for prompt in COMPOSED:
         assert not runs(text(prompt)) & forbidden, prompt
-    # Nor does anything that prompts are made of, also what ten thousand of them did not show.
+    # Nor does anything that prompts are made of, also what a hundred thousand of them did not show.
     material = [task for _, tasks in TASKS.values() for task in tasks]
     material += [entry for entries in WORDS.values() for entry in entries]
     material += [sentence for groups in PASSAGES.values() for group in groups for sentence in group]

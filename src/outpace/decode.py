@@ -45,8 +45,9 @@ class Request:
     tokens: prompt and emitted tokens. slot: the target's. read: how many of `tokens` the slot holds.
     limit: most tokens to emit. finish: "" while running, then "stop" (end token, stop token or stop string),
     "length", "cancelled" or "error" (error says which). taps: wanted hidden states; tapped[t] collects one float32 row
-    per token read. evidence: how its drafts fare. without: drafters that failed for it. drafted_by: the source of the
-    last round's draft, where it was one that costs something.
+    per token read. known: the prompt's first tokens for which they need not be there. evidence: how its drafts fare.
+    without: drafters that failed for it. drafted_by: the source of the last round's draft, where it was one that costs
+    something.
     """
 
     prompt: tuple[int, ...]
@@ -56,6 +57,7 @@ class Request:
     end_tokens: frozenset[int] = frozenset()
     text: TextSink | None = None
     taps: tuple[int, ...] = ()
+    known: int = 0
     speculate: bool = True
     evidence: Evidence = field(default_factory=Evidence)
     slot: int = -1

@@ -43,8 +43,12 @@ class Engine:
         text: TextSink | None = None,
         taps: Sequence[int] = (),
         speculate: bool = True,
+        known: int = 0,
     ) -> Request:
         """Queues a request; `step` works on it.
+
+        known: of so many of the prompt's first tokens the caller has the hidden states: those that a slot still holds
+        (stats.cached_prompt_tokens) are missing from what `taps` collect.
 
         Raises UsageError for an empty prompt, a token id or tap out of range, ContextError when the prompt, or the
         prompt and opts.max_tokens, do not fit the context.
@@ -82,6 +86,7 @@ class Engine:
             end_tokens=self.end_tokens,
             text=text,
             taps=taps,
+            known=known,
             speculate=speculate,
             evidence=self.decoder.controller.track(),
         )
@@ -154,8 +159,9 @@ class Engine:
 
     def _admit(self, request: Request) -> None:
         # At least the prompt's last token is read again: its logits choose the first token of the answer. Taps are
-        # wanted for every token, so such a request reads its whole prompt.
-        slot, held = self._slots.open(request, request.prompt[:-1], reuse=not request.taps)
+        # wanted for every token, so such a request reads its whole prompt but for what is known of it.
+        usable = request.prompt[:-1][: request.known if request.taps else None]
+        slot, held = self._slots.open(request, usable, reuse=bool(usable))
         self.decoder.begin(request, slot, held)
         self.decoder.total.prompt_tokens += len(request.prompt)
         self.decoder.total.cached_prompt_tokens += request.read

@@ -597,7 +597,7 @@ def _work_folder() -> Iterator[Path]:
 if sys.platform == "win32":
     import msvcrt
 
-    def _flock(descriptor: int, *, wait: bool = True) -> None:
+    def flock(descriptor: int, *, wait: bool = True) -> None:
         """Locks an open file until it is closed. Raises OSError when it may not wait and must."""
         msvcrt.locking(descriptor, msvcrt.LK_LOCK if wait else msvcrt.LK_NBLCK, 1)
 
@@ -608,14 +608,14 @@ if sys.platform == "win32":
 else:
     import fcntl
 
-    def _flock(descriptor: int, *, wait: bool = True) -> None:
+    def flock(descriptor: int, *, wait: bool = True) -> None:
         """Locks an open file until it is closed. Raises OSError when it may not wait and must."""
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
 
     def _locked_folder(folder: Path) -> int | None:
         """A locked descriptor of the folder."""
         lock = os.open(folder, os.O_RDONLY)
-        _flock(lock)
+        flock(lock)
         return lock
 
 
@@ -624,7 +624,7 @@ def _lock(file: Path) -> Iterator[None]:
     """Waits until no other process is inside."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with open(file, "w") as stream:
-        _flock(stream.fileno())
+        flock(stream.fileno())
         yield
 
 
@@ -634,7 +634,7 @@ def _remove_if_unlocked(folder: Path) -> None:
     except OSError:
         return
     try:
-        _flock(lock, wait=False)
+        flock(lock, wait=False)
     except OSError:
         return  # in use
     else:

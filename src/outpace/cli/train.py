@@ -31,7 +31,17 @@ def train(
         float | None,
         typer.Option(help="Of them, for making data; 0: use what is there.", show_default="two fifths"),
     ] = None,
-    data: Annotated[Path | None, typer.Option(help="The folder of the data.", show_default="OUT/data")] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="A file of your own prompts: JSON lines, ShareGPT or parquet.", show_default="composed ones"),
+    ] = None,
+    shards: Annotated[
+        Path | None, typer.Option(help="The folder of the data that are made.", show_default="OUT/data")
+    ] = None,
+    via: Annotated[
+        str | None, typer.Option(metavar="URL", help="An OpenAI-compatible server of the model, to write the answers.")
+    ] = None,
+    via_model: Annotated[str | None, typer.Option(metavar="NAME", help="The model's name there.")] = None,
     seed: Annotated[int, typer.Option(help="Of prompts, answers and the head's first weights.")] = 0,
     loss: Annotated[str, typer.Option(help="What a guess costs: kl, tv or hybrid.")] = "kl",
     train_head: Annotated[
@@ -61,6 +71,9 @@ def train(
             minutes=minutes,
             data_minutes=data_minutes,
             data=data,
+            shards=shards,
+            via=via,
+            via_model=via_model,
             seed=seed,
             resume=resume,
             threads=threads,
@@ -82,6 +95,7 @@ def _figures(made: Trained) -> dict[str, Any]:
     found: dict[str, Any] = {
         "path": str(made.folder),
         "answer_tokens": made.answers,
+        "left_out": dict(made.left_out),
         "positions": made.status.positions,
         "steps": made.status.step,
         "coverage": round(made.coverage, 4),
@@ -91,6 +105,8 @@ def _figures(made: Trained) -> dict[str, Any]:
 
 def _tell(made: Trained) -> None:
     note(f"wrote {made.folder}: trained on {made.status.positions:,} positions of {made.answers:,} answer tokens")
+    if made.left_out:
+        note("left out of the data: " + ", ".join(f"{reason} {count:,}" for reason, count in made.left_out.items()))
     if made.coverage < 0.99:
         note(f"its draft vocabulary holds only {made.coverage:.1%} of the answers' tokens: make more data")
     if made.held_out is not None:

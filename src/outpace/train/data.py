@@ -1,10 +1,11 @@
 """The training data: the target's own answers with the hidden states that its passes had anyway, on disk.
 
-Neighbours: prompts.py composes what is asked; batches.py reads what is written here. A folder holds shards.json and
-for each shard N three arrays: N.tokens.npy int32 [tokens], N.states.npy float16 [tokens, taps, hidden] (memory-mapped
-when read) and N.rows.npy int64 [sequences, 3] (first token, first answer token, end). A sequence is prompt and answer
-without the answer's last token, whose state nobody computed. shards.json is written last: a shard that it does not
-name was interrupted and is made again.
+Neighbours: sources.py asks, answers.py and via.py answer; batches.py reads what is written here. A folder holds
+shards.json and for each shard N three arrays: N.tokens.npy int32 [tokens], N.states.npy float16 [tokens, taps, hidden]
+(memory-mapped when read) and N.rows.npy int64 [sequences, 3] (first token, first answer token, end). A sequence is
+prompt and answer without the answer's last token, whose state nobody computed. shards.json is written last: a shard
+that it does not name was interrupted and is made again. It also names the prompts whose answers were still being
+written then, so that nothing but those is lost, whatever ends the process.
 """
 
 from __future__ import annotations
@@ -14,41 +15,34 @@ import json
 import os
 import shutil
 import time
-from collections import deque
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import islice
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..api import LanguageModel
-from ..decode import Request
+from ..hub import flock
 from ..json_file import read_json
-from ..types import F32, I64, ModelError, SampleOpts, UsageError, size
+from ..types import I64, ModelError, UsageError, size
 from ..weights.files import replacing
-from .prompts import Prompt, compose
+from .answers import Before, Limits, Talks, by_engine
+from .answers import Example as Example
+from .filters import Filter, digest
+from .sources import Source
+from .via import LEAST_TO_WRITE, ByServer, Server
 
 FORMAT = 1
 INDEX = "shards.json"
-SHARD_PROMPTS = 256
+SHARD_ANSWERS, SHARD_BYTES = 256, 256 << 20  # a shard is written when it has as many, or as much of hidden states
 PROMPT_TOKENS, ANSWER_TOKENS, TURN_TOKENS = 384, 256, 96  # most; a turn that is followed by another one is short
-SHORTEST = 6  # an answer of fewer tokens teaches nothing
-TEMPERATURE = 0.7  # of the half of the answers that is sampled
-_TYPICAL_TOKENS = 400 * SHARD_PROMPTS  # of a shard, for the disk's sake; rather too many
+_TYPICAL_TOKENS = 400  # of a sequence, for the disk's sake; rather too many
 
 Progress = Callable[[int, int, float], None]  # answer tokens, prompts, seconds so far
-
-
-@dataclass(frozen=True, slots=True)
-class Example:
-    """One prompt with its answer. tokens: int32 [n]; states: float16 [n, taps, hidden]; answer: its first token."""
-
-    tokens: NDArray[np.int32]
-    states: NDArray[np.float16]
-    answer: int
 
 
 def fingerprint(path: Path, precision: str) -> str:
@@ -70,165 +64,206 @@ def record(
     *,
     made_by: str,
     taps: Sequence[int],
-    seed: int = 0,
+    source: Source,
+    server: Server | None = None,
     seconds: float | None = None,
     tokens: int | None = None,
     progress: Progress | None = None,
 ) -> int:
-    """Lets the target answer composed prompts until the folder holds `tokens` answer tokens, or what `seconds` of work
-    gave; goes on where an earlier call ended. Returns the answer tokens that the folder holds.
+    """Lets the target answer the source's prompts until the folder holds `tokens` answer tokens, or what `seconds` of
+    work gave, or there are no more prompts; goes on where an earlier call ended. Returns the answer tokens that the
+    folder holds. Rows of a file that were skipped, and its end, are told as warnings.
 
-    made_by: the target's fingerprint. Ctrl-C keeps the answers that are complete, and goes on as KeyboardInterrupt.
-    Raises UsageError when the folder holds another target's data, ModelError when the disk is full.
+    made_by: the target's fingerprint. server: has it write the answers. Whatever ends the call, Ctrl-C, too, the
+    answers that are complete are kept. Raises UsageError when the folder holds another target's or source's data, is
+    in use, or the server cannot be used, ModelError when the disk is full or the server's answers are not the target's.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     taps = tuple(taps)
-    index = _index(folder)
-    facts = {"format": FORMAT, "target": made_by, "taps": list(taps), "hidden": model.config.hidden_size, "seed": seed}
-    if index is None:
-        index = {**facts, "shards": []}
-    check(folder, index, facts)
-    shards: list[dict[str, int]] = index["shards"]
-    done = sum(shard["answers"] for shard in shards)
-    spent = sum(shard["milliseconds"] for shard in shards) / 1000
-    first = shards[-1]["next"] if shards else 0
-    composed = islice(compose(seed), first, None)
-    while (tokens is None or done < tokens) and (seconds is None or spent < seconds):
-        _check_space(folder, len(taps) * model.config.hidden_size)
-        asked = [
-            (prompt, SampleOpts(temperature=TEMPERATURE if i % 2 else 0.0, seed=i))
-            for i, prompt in enumerate(islice(composed, SHARD_PROMPTS), first)
-        ]
-        answers: list[Example] = []
-        part_begin = time.monotonic()
-        deadline = None if seconds is None else part_begin + seconds - spent
-        interrupted: BaseException | None = None
+    facts: dict[str, Any] = {"format": FORMAT, "target": made_by, "taps": list(taps)}
+    facts |= {"hidden": model.config.hidden_size, "source": source.facts, "by": "server" if server else "engine"}
+    with _alone(folder):
+        index = _index(folder) or {**facts, "shards": []}
+        check(folder, index, facts)
+        writer = _Writer(folder, index, tokens, seconds)
+        chosen = Filter(writer.digests())
+        limits = Limits(PROMPT_TOKENS, ANSWER_TOKENS, TURN_TOKENS)
+        talks = Talks(model, source, chosen, limits, writer.before)
+        deadline = None if seconds is None else writer.begin + seconds - writer.spent
+        reader = ByServer(server) if server is not None else None
+        answers = by_engine(talks, taps, deadline) if reader is None else reader.answers(talks, taps, deadline)
+
+        def write() -> None:
+            if reader is not None:
+                reader.judge(LEAST_TO_WRITE)
+            writer.write(talks)
+
         try:
-            for answer in answered(model, asked, taps, deadline):
-                answers.append(answer)
-                done += len(answer.tokens) - answer.answer
+            writer.check_space()
+            for answer in () if writer.enough else answers:
+                if answer is not None:
+                    writer.add(answer)
                 if progress is not None:
-                    progress(done, first + len(answers), spent + time.monotonic() - part_begin)
-                if tokens is not None and done >= tokens:
+                    progress(writer.answers, talks.next - len(talks.open), writer.seconds)
+                if writer.full:
+                    write()
+                    writer.check_space()
+                if writer.enough:
                     break
-        except KeyboardInterrupt as error:
-            interrupted = error
-        taken = time.monotonic() - part_begin
-        spent += taken
-        if answers:
-            facts_of_it = {"next": first + SHARD_PROMPTS, "milliseconds": round(1000 * taken)}
-            shards.append(_write(folder, len(shards), answers) | facts_of_it)
-            with replacing(folder / INDEX) as file:
-                file.write(json.dumps(index, indent=1).encode())
-        first += SHARD_PROMPTS
-        if interrupted is not None:
-            raise interrupted
-    return done
+            exhausted = not writer.enough and (deadline is None or time.monotonic() < deadline)
+        finally:
+            answers.close()
+            write()
+            if note := source.note():
+                warnings.warn(note, stacklevel=2)
+        if exhausted:
+            warnings.warn(f"all prompts are answered: {writer.answers:,} answer tokens is all there is", stacklevel=2)
+        return writer.answers
+
+
+class _Writer:
+    """Collects answers and writes shards of them.
+
+    answers: answer tokens so far. before: where the folder's data end. spent: the seconds that they took.
+    """
+
+    def __init__(self, folder: Path, index: dict[str, Any], tokens: int | None, seconds: float | None) -> None:
+        self._folder, self._index = folder, index
+        self._shards: list[dict[str, Any]] = index["shards"]
+        self._tokens, self._seconds = tokens, seconds
+        self._waiting: list[Example] = []
+        self._failed = False
+        self.answers: int = sum(shard["answers"] for shard in self._shards)
+        self.spent: float = sum(shard["milliseconds"] for shard in self._shards) / 1000
+        last = self._shards[-1] if self._shards else {}
+        self.before = Before(frozenset(last.get("open", ())), last.get("next", 0))
+        self.begin = self._mark = time.monotonic()
+
+    def digests(self) -> Iterator[bytes]:
+        """Those of the answers that the folder holds."""
+        for number in range(len(self._shards)):
+            tokens, rows = (_array(self._folder, number, name) for name in ("tokens", "rows"))
+            if tokens.ndim != 1 or rows.shape[1:] != (3,) or not _in_order(rows, len(tokens)):
+                raise ModelError(
+                    f"{self._folder}: shard {number} is damaged: delete the folder and make the data again"
+                )
+            yield from (digest(tokens[answer:end]) for _, answer, end in rows)
+
+    @property
+    def seconds(self) -> float:
+        """Of work, earlier calls included."""
+        return self.spent + time.monotonic() - self.begin
+
+    @property
+    def enough(self) -> bool:
+        """Whether there are as many answer tokens as were wanted."""
+        return self._tokens is not None and self.answers >= self._tokens
+
+    @property
+    def full(self) -> bool:
+        """Whether it is time to write."""
+        held = sum(answer.states.nbytes for answer in self._waiting)
+        return len(self._waiting) >= SHARD_ANSWERS or held >= SHARD_BYTES
+
+    def add(self, answer: Example) -> None:
+        """Takes an answer."""
+        self._waiting.append(answer)
+        self.answers += len(answer.tokens) - answer.answer
+
+    def write(self, talks: Talks) -> None:
+        """Writes a shard of the answers that wait. Where none do, what was left out is noted with the last shard."""
+        waiting, self._waiting = self._waiting, []
+        if self._failed or not (waiting or self._shards):
+            return
+        self._failed = True  # until it is done: answers that could not be written are asked for again
+        now = time.monotonic()
+        if waiting:
+            shard = _write(self._folder, len(self._shards), waiting) | {"milliseconds": 0, "left_out": {}}
+            self._shards.append(shard)
+        shard = self._shards[-1]
+        shard |= {"next": talks.next, "open": sorted(talks.open)}
+        shard["milliseconds"] += round(1000 * (now - self._mark))
+        shard["left_out"] = dict(Counter(shard.get("left_out", {})) + talks.chosen.left_out)
+        talks.chosen.left_out.clear()
+        self._mark = now
+        with replacing(self._folder / INDEX) as file:
+            file.write(json.dumps(self._index, indent=1).encode())
+        self._failed = False
+
+    def check_space(self) -> None:
+        """Raises ModelError unless the disk holds what is still to be made, as far as that can be foretold."""
+        if self.enough or (self._seconds is not None and self.seconds >= self._seconds):
+            return
+        row = 2 * len(self._index["taps"]) * self._index["hidden"] + 4  # bytes of a token
+        read, answered, spent = (
+            sum(shard[name] for shard in self._shards) for name in ("tokens", "answers", "milliseconds")
+        )
+        rest = 0.0
+        if self._tokens is not None:
+            rest = (self._tokens - self.answers) * (read / answered if answered else 1.5)
+        elif self._seconds is not None and spent:
+            rest = (self._seconds - self.seconds) * 1000 * read / spent
+        needed = row * max(round(rest), _TYPICAL_TOKENS * SHARD_ANSWERS)
+        free = shutil.disk_usage(self._folder).free
+        if free < needed:
+            raise ModelError(
+                f"{self._folder}: the data still to be made take about {size(needed)}, but {size(free)} are free on "
+                "the disk: make room, or make less"
+            )
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Keeps other processes from writing there, and deletes what killed ones left half-written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / "lock", "w") as lock:
+            try:
+                flock(lock.fileno(), wait=False)
+            except OSError:
+                raise UsageError(f"{folder}: another process makes data there: wait, or use a new folder") from None
+            for part in folder.glob(".*.part"):
+                part.unlink(missing_ok=True)
+            yield
+    except OSError as error:
+        raise ModelError(f"{folder}: cannot be written: {error.strerror or error}") from None
 
 
 def check(folder: Path, index: dict[str, Any], facts: dict[str, Any]) -> None:
-    """Raises UsageError unless the folder's data are of the target, taps and seed that `facts` name."""
+    """Raises UsageError unless the folder's data are what `facts` say: of that target, taps, prompts."""
     for name, value in facts.items():
-        if index.get(name) != value:
-            what = "another target (or the target has changed)" if name == "target" else f"another {name}"
-            raise UsageError(f"{folder}: the data there were made with {what}: use a new folder, or delete this one")
-
-
-def answered(
-    model: LanguageModel,
-    asked: Sequence[tuple[Prompt, SampleOpts]],
-    taps: Sequence[int],
-    deadline: float | None = None,
-) -> Iterator[Example]:
-    """The target's answers, in the order in which they finish; at the deadline also what there is of the others.
-
-    deadline: of time.monotonic. Raises what a request fails with.
-    """
-    waiting: deque[tuple[Prompt, tuple[str, ...], SampleOpts]] = deque((prompt, (), opts) for prompt, opts in asked)
-    running: dict[int, tuple[Request, Prompt, tuple[str, ...], SampleOpts]] = {}
-    engine = model.engine
-    try:
-        while (waiting or running) and (deadline is None or time.monotonic() < deadline):
-            while waiting and len(running) < model.target.capacity.slots:
-                prompt, given, opts = waiting.popleft()
-                ids = model.chat_ids(prompt.messages(given))
-                limit = ANSWER_TOKENS if len(given) + 1 == len(prompt.turns) else TURN_TOKENS
-                limit = min(limit, model.target.capacity.positions - len(ids))
-                if len(ids) > PROMPT_TOKENS or limit < SHORTEST:
-                    continue
-                request = engine.submit(ids, replace(opts, max_tokens=limit), taps=taps, speculate=False)
-                running[id(request)] = (request, prompt, given, opts)
-            for request in engine.step():
-                emitted = len(request.tokens) - len(request.prompt)
-                looped = emitted % 16 == 0 and loop_start(request.tokens[len(request.prompt) :]) is not None
-                if not request.finish and not looped:
-                    continue
-                if request.error is not None:
-                    raise request.error
-                engine.cancel(request)
-                _, prompt, given, opts = running.pop(id(request))
-                if (sequence := _sequence(request, taps)) is not None:
-                    yield sequence
-                if not looped and len(given) + 1 < len(prompt.turns) and model.tokenizer is not None:
-                    text = model.tokenizer.decode(request.tokens[len(request.prompt) :]).strip()
-                    waiting.append((prompt, (*given, text), opts))
-        for request, *_ in running.values():  # the time is over: what there is of the last answers
-            if request.tapped and (sequence := _sequence(request, taps)) is not None:
-                yield sequence
-    finally:
-        for request, *_ in running.values():
-            engine.cancel(request)
-
-
-def _sequence(request: Request, taps: Sequence[int]) -> Example | None:
-    """What a finished request teaches: up to a loop's second turn. None where that is too little."""
-    start = len(request.prompt)
-    n = min(len(request.tokens) - 1, request.read)
-    if (cut := loop_start(request.tokens[start:])) is not None:
-        n = min(n, start + cut)
-    if n - start < SHORTEST:
-        return None
-    states: F32 = np.stack([np.concatenate(request.tapped[tap])[:n] for tap in taps], axis=1)
-    if not np.isfinite(states).all():
-        raise ModelError("the target's hidden states are not finite")
-    most = np.finfo(np.float16).max
-    return Example(
-        np.array(request.tokens[:n], np.int32), np.clip(states, -most, most).astype(np.float16), answer=start
-    )
-
-
-def loop_start(tokens: Sequence[int], most: int = 48, times: int = 3, least: int = 24) -> int | None:
-    """Where the loop into which the text has fallen comes round for the second time; None where it is in none.
-
-    A loop is an end that repeats with a period of at most `most` tokens, `times` times and over `least` tokens.
-    """
-    n = len(tokens)
-    for period in range(1, most + 1):
-        span = max(times * period, least)
-        if n < span or tokens[n - 1] != tokens[n - 1 - period]:
+        found = index.get(name)
+        if found == value:
             continue
-        begin = n - 1 - period
-        while begin >= 0 and tokens[begin] == tokens[begin + period]:
-            begin -= 1
-        begin += 1  # the first token of the periodic end
-        if n - begin >= span:
-            return begin + period
-    return None
+        what = f"another {name}"
+        if name == "target":
+            what = "another target (or the target has changed)"
+        elif name == "by":
+            what = f"answers that {'our own engine' if found == 'engine' else 'a server'} wrote"
+        elif name == "source" and found is not None:
+            what = "other prompts: " + ("a file's" if "file" in found else f"composed ones of seed {found['composer']}")
+            what += " (another file, or this one has changed)" if "file" in found and "file" in value else ""
+        raise UsageError(f"{folder}: the data there were made with {what}: use a new folder, or delete this one")
 
 
-def _write(folder: Path, number: int, answers: Sequence[Example]) -> dict[str, int]:
-    """Writes a shard and returns its numbers for the index."""
+def _write(folder: Path, number: int, answers: Sequence[Example]) -> dict[str, Any]:
+    """Writes a shard's arrays, all or none, and returns its numbers for the index."""
     ends = np.cumsum([len(answer.tokens) for answer in answers])
     starts = ends - [len(answer.tokens) for answer in answers]
     rows: I64 = np.stack([starts, starts + [answer.answer for answer in answers], ends], axis=1).astype(np.int64)
-    arrays = {
-        "tokens": np.concatenate([answer.tokens for answer in answers]),
-        "states": np.concatenate([answer.states for answer in answers]),
-        "rows": rows,
+    arrays: dict[str, list[NDArray[Any]]] = {
+        "tokens": [answer.tokens for answer in answers],
+        "states": [answer.states for answer in answers],
+        "rows": [rows],
     }
-    for name, array in arrays.items():
-        with replacing(folder / f"{number:05d}.{name}.npy") as file:
-            np.save(file, array)
+    try:
+        for name, parts in arrays.items():
+            with replacing(_file(folder, number, name)) as file:
+                _put(file, parts)
+    except BaseException:
+        for name in arrays:
+            with suppress(OSError):
+                _file(folder, number, name).unlink()
+        raise
     return {
         "sequences": len(answers),
         "tokens": int(ends[-1]),
@@ -236,20 +271,62 @@ def _write(folder: Path, number: int, answers: Sequence[Example]) -> dict[str, i
     }
 
 
+def _put(file: BinaryIO, parts: Sequence[NDArray[Any]]) -> None:
+    """Writes arrays as one .npy file, one after the other, without a copy of them all."""
+    shape = (sum(map(len, parts)), *parts[0].shape[1:])
+    descr = np.lib.format.dtype_to_descr(parts[0].dtype)
+    np.lib.format.write_array_header_1_0(file, {"descr": descr, "fortran_order": False, "shape": shape})
+    for part in parts:
+        file.write(np.ascontiguousarray(part).data)
+
+
+def _file(folder: Path, number: int, name: str) -> Path:
+    return folder / f"{number:05d}.{name}.npy"
+
+
+def _array(folder: Path, number: int, name: str) -> NDArray[Any]:
+    file = _file(folder, number, name)
+    try:
+        array: NDArray[Any] = np.load(file, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file}: cannot be read: {error}; delete the folder and make the data again") from None
+    return array
+
+
 def _index(folder: Path) -> dict[str, Any] | None:
+    """The folder's index; None where there is none. What older ones do not say is filled in."""
     index = read_json(folder / INDEX, missing={})
     if not index:
         return None
-    try:
-        for shard in index["shards"]:
-            for name in ("sequences", "tokens", "answers", "next", "milliseconds"):
-                if not isinstance(shard[name], int):
-                    raise TypeError
-        if index["format"] != FORMAT:
-            raise UsageError(f"{folder / INDEX}: data of format {index['format']!r:.20}, this version reads {FORMAT}")
-    except (KeyError, TypeError):
-        raise ModelError(f"{folder / INDEX}: is damaged: delete the folder {folder} and make the data again") from None
+    if "shards" in index and index.get("format") != FORMAT:
+        raise UsageError(f"{folder / INDEX}: data of format {index.get('format')!r:.20}, this version reads {FORMAT}")
+    index.setdefault("by", "engine")
+    index.setdefault("source", {"composer": index.get("seed", 0)})
+    if not _is_index(index):
+        raise ModelError(f"{folder / INDEX}: is damaged: delete the folder {folder} and make the data again")
     return index
+
+
+def _is_index(index: dict[str, Any]) -> bool:
+    shards, taps, source = index.get("shards"), index.get("taps"), index["source"]
+    if not (isinstance(shards, list) and _are_numbers(taps, least=-1) and _are_numbers([index.get("hidden")], least=1)):
+        return False
+    if not isinstance(source, dict) or not ({"composer", "file"} & source.keys()):
+        return False
+    for shard in shards:
+        if not isinstance(shard, dict):
+            return False
+        numbers = [shard.get(name) for name in ("sequences", "tokens", "answers", "next", "milliseconds")]
+        left_out = shard.get("left_out", {})
+        if not (_are_numbers(numbers) and _are_numbers(shard.get("open", [])) and isinstance(left_out, dict)):
+            return False
+        if not _are_numbers(list(left_out.values())):
+            return False
+    return True
+
+
+def _are_numbers(values: object, least: int = 0) -> bool:
+    return isinstance(values, list) and all(type(value) is int and value >= least for value in values)
 
 
 def _in_order(rows: I64, tokens: int) -> bool:
@@ -257,13 +334,6 @@ def _in_order(rows: I64, tokens: int) -> bool:
     edges = np.concatenate([np.zeros((len(rows), 1), np.int64), rows, np.full((len(rows), 1), tokens)], axis=1)
     steps = np.diff(edges, axis=1)
     return bool((steps >= 0).all() and (steps[:, 2] > 0).all())
-
-
-def _check_space(folder: Path, numbers: int) -> None:
-    needed = 2 * numbers * _TYPICAL_TOKENS
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise ModelError(f"{folder}: {size(free)} free on the disk, but the next part of the data takes {size(needed)}")
 
 
 class Shards:
@@ -280,23 +350,17 @@ class Shards:
         check(folder, index, {"target": made_by})
         self.taps = tuple(index["taps"])
         self.hidden = int(index["hidden"])
+        self.left_out: Counter[str] = Counter()  # answers and prompts that were of no use, by reason
         self.sequences: list[Example] = []
         for number, shard in enumerate(index["shards"]):
-            tokens, states, rows = (self._array(folder, number, name) for name in ("tokens", "states", "rows"))
+            self.left_out.update(shard.get("left_out", {}))
+            tokens, states, rows = (_array(folder, number, name) for name in ("tokens", "states", "rows"))
             shapes = ((shard["tokens"],), (shard["tokens"], len(self.taps), self.hidden), (shard["sequences"], 3))
             if (tokens.shape, states.shape, rows.shape) != shapes or not _in_order(rows, len(tokens)):
                 raise ModelError(f"{folder}: shard {number} is damaged: delete the folder and make the data again")
             self.sequences += [
                 Example(tokens[start:end], states[start:end], int(answer - start)) for start, answer, end in rows
             ]
-
-    def _array(self, folder: Path, number: int, name: str) -> NDArray[Any]:
-        file = folder / f"{number:05d}.{name}.npy"
-        try:
-            array: NDArray[Any] = np.load(file, mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError) as error:
-            raise ModelError(f"{file}: cannot be read: {error}; delete the folder and make the data again") from None
-        return array
 
     @property
     def answers(self) -> int:

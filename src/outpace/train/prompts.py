@@ -10,6 +10,7 @@ import random
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from hashlib import blake2b
 
 from .passages import PASSAGES
 from .tasks import TASKS
@@ -19,15 +20,18 @@ _SLOT = re.compile(r"\{(\w+)\}")
 _KINDS = tuple(TASKS)
 _WEIGHTS = tuple(weight for weight, _ in TASKS.values())
 SYSTEM_SHARE, FOLLOW_SHARE = 0.12, 0.15
+OWN_TURN = ""  # in the place of a user's turn: the target writes it itself
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What a user says. turns: the messages of the user, one after each answer. system: "" for none. kind: of TASKS."""
+    """What a user says. turns: the messages of the user, one after each answer. system: "" for none. kind: of TASKS, or
+    "own" for a user's file. plain: the one turn is the beginning of a text, to be continued as it is."""
 
     kind: str
     turns: tuple[str, ...]
     system: str = ""
+    plain: bool = False
 
     def messages(self, answers: tuple[str, ...] = ()) -> list[dict[str, str]]:
         """The conversation up to the user's next turn, as a chat template takes it; answers: those so far."""
@@ -41,12 +45,13 @@ class Prompt:
 
 def compose(seed: int) -> Iterator[Prompt]:
     """Prompts without end and without repeats, the same ones for the same seed."""
-    seen: set[Prompt] = set()
+    seen: set[bytes] = set()  # digests: the prompts themselves would take a kilobyte each
     rng = random.Random(f"prompts {seed}")
     while True:
         prompt = _one(rng)
-        if prompt not in seen:
-            seen.add(prompt)
+        digest = blake2b(repr(prompt).encode(), digest_size=16).digest()
+        if digest not in seen:
+            seen.add(digest)
             yield prompt
 
 

@@ -7,7 +7,7 @@ that it can be stopped at any time and go on.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,23 +22,27 @@ from .data import Shards, fingerprint, record
 from .kinds import kind_of
 from .loop import CHECKPOINT, Recipe, Status, Trainer
 from .parallel import Workers
+from .sources import Composer, Conversations
 from .target import Target, default_taps
 from .torch_or_say import torch
+from .via import Server
 
 PRECISION: Precision = "int8"  # what the target answers with: as `outpace generate` does
 SLOTS = 32  # answers at once: more give no more tokens per second
 CONTEXT = 1024
-TIMED = 2  # held-out prompts of each class whose speed is measured at the end
+TOKENS, TIMED = 200, 2  # at the end: tokens of an answer, and prompts of each class whose speed is measured
 
 Show = Callable[[str, float, str], None]  # what is being done, the part that is done, and how it stands
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What a run gave. coverage: of the draft vocabulary. held_out: of bench/drafter.py; None where nobody asked."""
+    """What a run gave. left_out: prompts and answers that were of no use, by reason. coverage: of the draft vocabulary.
+    held_out: of bench/drafter.py; None where nobody asked."""
 
     folder: Path
     answers: int
+    left_out: Mapping[str, int]
     status: Status
     coverage: float
     held_out: dict[str, Any] | None
@@ -52,6 +56,9 @@ def train(
     minutes: float = 60.0,
     data_minutes: float | None = None,
     data: Path | None = None,
+    shards: Path | None = None,
+    via: str | None = None,
+    via_model: str | None = None,
     seed: int = 0,
     resume: bool = False,
     threads: int | None = None,
@@ -63,8 +70,10 @@ def train(
 ) -> Trained | None:
     """Trains a head for `target` in `minutes`, of which `data_minutes` (two fifths by default) go to making data.
 
-    loss: of losses.LOSSES. own_head: see Recipe. evaluate: measures the head on the held-out prompts at the end.
-    out: the head's folder. data: the data's (OUT/data). resume: goes on with the run there. show: is told how it goes.
+    out: the head's folder. data: a file of prompts (rows.py); composed ones without it. shards: the folder of the data
+    that are made (OUT/data). via: the URL of a server of the target that writes the answers, via_model: the target's
+    name there. loss: of losses.LOSSES. own_head: see Recipe. evaluate: measures the head on the held-out prompts at the
+    end. resume: goes on with the run there. show: is told how it goes.
     Of several processes (parallel.py) the first makes the data, shows and measures; the others return None.
     Raises UsageError, ModelError, NumericalError; KeyboardInterrupt after leaving what there is in the folder.
     """
@@ -73,10 +82,12 @@ def train(
     if not (0 < minutes <= 60 * 24 * 30 and 0 <= data_minutes < minutes):
         raise UsageError("minutes must be more than 0, and more than those for the data")
     tell = show or (lambda what, part, how: None)
-    data = data or out / "data"
-    if (out / CHECKPOINT).exists() != resume and not (resume and (data / "shards.json").exists()):
+    made = shards or out / "data"
+    if (out / CHECKPOINT).exists() != resume and not (resume and (made / "shards.json").exists()):
         said = "go on with --resume, or name another folder" if not resume else "there is nothing to go on with"
         raise UsageError(f"{out}: {'holds a training run' if not resume else 'no run there'}: {said}")
+    source = Composer(seed) if data is None else Conversations(data)
+    server = None if via is None else Server(via, via_model)
     workers = Workers.join()
     threads = max(1, usable_cores() // workers.here) if threads is None else threads
     torch.set_num_threads(threads)
@@ -85,7 +96,7 @@ def train(
     parts = Target.load(path)
     taps = default_taps(parts.config)
     kind_of(kind).config(parts.config, taps, 1)  # what cannot be trained is refused before any work
-    if data_minutes and workers.first:
+    if (data_minutes or data is not None) and workers.first:
         context = min(CONTEXT, parts.config.max_position_embeddings)
         more: dict[str, Any] = {"slots": SLOTS, "context": context, "threads": threads, "progress": False}
         with load(target, precision=PRECISION, draft="none", **more) as model:
@@ -93,14 +104,15 @@ def train(
 
             def making(tokens: int, prompts: int, spent: float) -> None:
                 rate = tokens / max(spent, 1e-9)
-                tell("data", spent / seconds, f"{tokens:,} tokens, {prompts:,} prompts, {rate:.0f} tokens/s")
+                tell("data", spent / max(seconds, 1e-9), f"{tokens:,} tokens, {prompts:,} prompts, {rate:.0f} tokens/s")
 
-            record(model, data, made_by=made_by, taps=taps, seed=seed, seconds=seconds, progress=making)
+            more = {"made_by": made_by, "taps": taps, "source": source, "server": server}
+            record(model, made, **more, seconds=seconds, progress=making)
     workers.wait()
-    shards = Shards(data, made_by)
+    found = Shards(made, made_by)
     resumed = resume and (out / CHECKPOINT).exists()
     options: dict[str, Any] = {"name": target, "kind": kind, "seed": seed, "recipe": recipe, "resume": resumed}
-    trainer = Trainer(parts, shards, out, workers=workers, **options)
+    trainer = Trainer(parts, found, out, workers=workers, **options)
     seconds = 60 * (minutes - data_minutes)
 
     def training(status: Status) -> None:
@@ -121,5 +133,6 @@ def train(
         def measuring(what: str, part: float) -> None:
             tell("held-out prompts", part, what)
 
-        held_out = measure_drafter(target, out, timed=TIMED, precision=PRECISION, threads=threads, progress=measuring)
-    return Trained(out, shards.answers, status, trainer.coverage, held_out)
+        options = {"tokens": TOKENS, "timed": TIMED, "precision": PRECISION, "threads": threads}
+        held_out = measure_drafter(target, out, progress=measuring, **options)
+    return Trained(out, found.answers, found.left_out, status, trainer.coverage, held_out)
