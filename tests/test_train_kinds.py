@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -133,18 +134,31 @@ def test_the_command_goes_through_to_figures(
     assert head.config.draft_vocab_size < head.config.layers.vocab_size or head.d2t is None
 
 
-def test_gaps_in_the_heap_are_given_back() -> None:
-    def held() -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+def held(kind: str) -> int:
+    """kB of this process's memory."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(kind))
 
-    if heap._malloc_trim is None or not Path("/proc/self/status").exists():
-        heap.give_back()  # does nothing, and no harm
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what a process holds")
+def test_pages_of_the_data_are_given_back(tmp_path: Path) -> None:
+    np.save(tmp_path / "states.npy", np.arange(8 << 20, dtype=np.float32))
+    states = np.load(tmp_path / "states.npy", mmap_mode="r")
+    total = states.sum(dtype=np.float64)
+    before = held("RssFile")
+    heap.give_back([states])
+    assert before - held("RssFile") > 30_000  # of 32,768 kB
+    assert states.sum(dtype=np.float64) == total
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what a process holds")
+def test_gaps_in_the_heap_are_given_back() -> None:
+    if heap._malloc_trim is None:
         pytest.skip("this C library gives back by itself")
     pieces = [np.ones(64 << 10, np.uint8) for _ in range(2000)]  # too small for mappings of their own
     last = pieces.pop()  # what lies behind the gap keeps the heap from shrinking
     pieces.clear()
-    before = held()
+    before = held("RssAnon")
     heap.give_back()
-    assert before - held() > 60_000  # kB, of 128,000
+    assert before - held("RssAnon") > 60_000  # kB, of 128,000
     assert last.all()

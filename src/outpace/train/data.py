@@ -358,12 +358,14 @@ class Shards:
         self.hidden = int(index["hidden"])
         self.left_out: Counter[str] = Counter()  # answers and prompts that were of no use, by reason
         self.sequences: list[Example] = []
+        self.mapped: list[NDArray[np.float16]] = []  # the states of each shard: nearly all that there is to read
         for number, shard in enumerate(index["shards"]):
             self.left_out.update(shard.get("left_out", {}))
             tokens, states, rows = (_array(folder, number, name) for name in ("tokens", "states", "rows"))
             shapes = ((shard["tokens"],), (shard["tokens"], len(self.taps), self.hidden), (shard["sequences"], 3))
             if (tokens.shape, states.shape, rows.shape) != shapes or not _in_order(rows, len(tokens)):
                 raise ModelError(f"{folder}: shard {number} is damaged: delete the folder and make the data again")
+            self.mapped.append(states)
             self.sequences += [
                 Example(tokens[start:end], states[start:end], int(answer - start)) for start, answer, end in rows
             ]

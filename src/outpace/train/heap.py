@@ -1,12 +1,17 @@
-"""Gives memory back: batches of ever new shapes leave gaps in the C library's heap that it keeps for itself.
+"""Gives memory back that a run no longer needs, so that it stays as small as its batches.
 
-Neighbours: loop.py calls it now and then. Without it a run of 2,000 steps grew from 1.4 to 7 GB.
+Two things grow with every step: batches of ever new shapes leave gaps in the C library's heap, which it keeps for
+itself, and pages of the memory-mapped data that were read once count as this process's. Neighbours: loop.py calls it.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+import mmap
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from numpy.typing import NDArray
 
 
 def _trim() -> Callable[[int], int] | None:
@@ -20,7 +25,11 @@ def _trim() -> Callable[[int], int] | None:
 _malloc_trim = _trim()
 
 
-def give_back() -> None:
-    """Returns the heap's free pages to the system; they are fetched anew when they are needed, which costs little."""
+def give_back(mapped: Iterable[NDArray[Any]] = ()) -> None:
+    """Returns the heap's free pages to the system, and those of arrays that np.load has mapped for reading: what of
+    these is read again comes from the system's cache of the file, if it still has room for it."""
     if _malloc_trim is not None:
         _malloc_trim(0)
+    if hasattr(mmap, "MADV_DONTNEED"):
+        for array in mapped:
+            array._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]

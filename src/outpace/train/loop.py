@@ -36,7 +36,7 @@ from .target import Target, draft_vocabulary
 from .torch_or_say import torch
 
 CHECKPOINT = "checkpoint.pt"
-TRIMMED = 16  # steps after which memory is given back: seldom enough to cost nothing that can be measured
+TRIMMED = 8  # steps after which memory is given back: seldom enough to cost nothing that can be measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +128,7 @@ class Trainer:
             raise UsageError(f"loss must be one of {', '.join(LOSSES)}, got {recipe.loss!r:.40}")
         self.target, self.out, self.name, self.recipe, self.seed = target, out, name, recipe, seed
         self.workers = workers or Workers()
+        self._mapped = data.mapped
         usable = [sequence for sequence in data.sequences if sequence.answer > 0]
         # Every so many, counted from the first: data that are added leave those that are held back where they are.
         self.checked = usable[:: recipe.checked][: recipe.watched]
@@ -206,7 +207,7 @@ class Trainer:
                     break
                 self._step(batch, status.seconds / seconds)
                 if status.step % TRIMMED == 0:
-                    give_back()
+                    give_back(self._mapped)
                 status.seconds = time.monotonic() - begin
                 if progress is not None:
                     progress(status)
