@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from heads_files import HEADS, LAYOUTS, TARGET, TARGET_ARRAYS, hf, random_head
+from heads_files import D2T, HEADS, LAYOUTS, TARGET, TARGET_ARRAYS, hf, random_head
+from outpace.backends.native import NativeBackend
+from outpace.backends.native_head import NativeHead
 from outpace.cli.app import build
 from outpace.weights.safetensors import write_safetensors
+from outpace.weights.weight_map import WeightMap
 
 
 def run(*args: str | Path) -> Result:
@@ -23,6 +26,11 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "config.json").write_text(json.dumps(hf(TARGET)))
     write_safetensors(folder / "model.safetensors", TARGET_ARRAYS)
     return folder
+
+
+def beside() -> NativeBackend:
+    """The target in the core, at 8 bits."""
+    return NativeBackend(TARGET, WeightMap.from_tensors(TARGET_ARRAYS), slots=1)
 
 
 def head(layout: str, folder: Path) -> Path:
@@ -42,7 +50,7 @@ def test_every_layout_is_shown(layout: str, tmp_path: Path, target: Path) -> Non
     assert len(facts["taps"]) == len(config.taps)
     assert facts["target"] == {"layers": 8, "hidden": 64, "vocabulary": 67}
     assert facts["bytes"] >= 4 * sum(array.size for array in random_head(config).values())
-    assert facts["target_bytes"] == 4 * sum(a.size for n, a in TARGET_ARRAYS.items() if "embed" not in n)
+    assert facts["target_bytes"] == beside().pass_bytes
     assert facts["share"] == round(facts["step_bytes"] / facts["target_bytes"], 4)
     assert all(entry["from"] for entry in facts["conventions"].values())
     text = run(path, "--model", target).stdout
@@ -53,13 +61,15 @@ def test_every_layout_is_shown(layout: str, tmp_path: Path, target: Path) -> Non
 
 
 def test_a_step_reads_the_layer_and_a_head(tmp_path: Path, target: Path) -> None:
-    """EAGLE-3's fc is for committed tokens alone; an mtp head reads all it has and the target's lm_head."""
+    """As the core holds them, at 8 bits: EAGLE-3's fc is for committed tokens alone; an mtp head reads all it has and
+    the target's lm_head."""
     facts = json.loads(run(head("SpecForge EAGLE-3", tmp_path), "-m", target, "--json").stdout)
-    arrays = random_head(HEADS["eagle3"])
-    assert facts["step_bytes"] == facts["bytes"] - arrays["fc.weight"].nbytes
+    weights = WeightMap.from_tensors(random_head(HEADS["eagle3"]))
+    assert facts["step_bytes"] == NativeHead(beside(), HEADS["eagle3"], weights, D2T).pass_bytes
     assert facts["conventions"]["d2t"] == {"value": "offset", "from": "default of SpecForge EAGLE-3"}
     facts = json.loads(run(head("native MTP", tmp_path), "--json").stdout)  # its own target
-    assert facts["step_bytes"] == facts["bytes"] + TARGET_ARRAYS["lm_head.weight"].nbytes
+    weights = WeightMap.from_tensors(random_head(HEADS["mtp"]))
+    assert facts["step_bytes"] == NativeHead(beside(), HEADS["mtp"], weights).pass_bytes
     assert facts["taps"] == ["the final norm"]
 
 

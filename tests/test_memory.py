@@ -22,7 +22,7 @@ from outpace import self_draft
 from outpace.backends import memory
 from outpace.backends.base import Rows
 from outpace.backends.head import HeadRows
-from outpace.backends.memory import available_memory, check_fits, estimate, estimate_head
+from outpace.backends.memory import available_memory, check_fits, estimate, estimate_head, step_bytes
 from outpace.backends.native import NativeBackend
 from outpace.backends.running_head import run_head
 from outpace.cache import CacheOption
@@ -31,6 +31,7 @@ from outpace.config import ModelConfig
 from outpace.heads.config import HeadConfig
 from outpace.models.loading import load_model
 from outpace.models.names import expected_tensors, is_matrix
+from outpace.models.quantise import held_kind
 from outpace.types import CapacityError
 from outpace.weights.formats import KINDS
 from outpace.weights.safetensors import read_safetensors, write_safetensors
@@ -124,8 +125,9 @@ def test_heads(name: str, precision: Any, kind: str) -> None:
         return  # is refused
     weights = WeightMap.from_tensors(random_head(config))
     own = {tensor: Tensor.from_array(array) for tensor, array in random_head(config).items()}
-    need = estimate_head(config, weights, kind, precision, 100)
     target = NativeBackend(TARGET, WeightMap.from_tensors(TARGET_ARRAYS), precision=precision)
+    assert target.head_precision == (precision, precision)
+    need = estimate_head(config, weights, kind, target.head_precision, 100)
     small = config.draft_vocab_size < TARGET.vocab_size
     head = run_head(target, config, own, lambda: {"lm_head.weight": lm_head}, D2T if small else None)
     slot = head.new_slot()
@@ -136,9 +138,11 @@ def test_heads(name: str, precision: Any, kind: str) -> None:
         head.forward([HeadRows(slot, [1] * 100, features)])
         head.commit(slot, range(100))
     held, cache = head.memory  # type: ignore[attr-defined]
-    assert need.weights == pytest.approx(held, rel=0.05)
+    assert need.weights == pytest.approx(held, rel=0.08)  # vectors count in the forecast alone
     assert need.cache == cache
-    assert need.precision == ("int8" if precision == "int4" else precision)
+    assert need.precision == precision
+    step = step_bytes(config, weights, kind, target.head_precision, held_kind("F32", precision))
+    assert step == pytest.approx(head.pass_bytes, rel=0.02)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("precision", ["int8", "f32"])
@@ -265,7 +269,7 @@ def test_what_drafts_is_part_of_what_is_needed(tmp_path: Path, monkeypatch: pyte
             draft_vocab_size=layers.vocab_size,
         )  # fmt: skip
         own = WeightMap.from_tensors(random_head(head))
-        beside = [estimate_head(head, own, "F32", "int8", tokens).total for tokens in (64, 256)]
+        beside = [estimate_head(head, own, "F32", ("int8", "int8"), tokens).total for tokens in (64, 256)]
         if what == "head":
             more["head"] = tmp_path / "mtp.safetensors"
             write_safetensors(more["head"], native_names(random_head(head)))

@@ -391,7 +391,7 @@ for _ in range(40):
 
 def test_load_keeps_and_uses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTPACE_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(Relaid.__init__, "__kwdefaults__", {"least": 0, "most": 1 << 40})
+    monkeypatch.setattr(Relaid.__init__, "__kwdefaults__", {"beside": None, "variant": "", "least": 0, "most": 1 << 40})
     (tmp_path / "model").mkdir()
     folder = tiny_folder.write(tmp_path / "model")
     home = tmp_path / "home" / "relaid"

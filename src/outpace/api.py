@@ -95,10 +95,11 @@ def load(
     precision: "int8" keeps a quantised file's values and rounds others to 8 bits in groups of 32; "int4" rounds what
     has more than 4 bits to 4; "f32" computes in float32; "bf16" does so with weights of 2 bytes: those of F16 and BF16
     files as they are, F32 and FP8 rounded to bfloat16. draft: "auto", "mtp", "eagle3", "dflash", "draft_model", "self",
-    "ngram", "suffix", "datastore" or "none"; "auto" takes the text itself, and beside it the head, given or inside the
-    model, the draft model and the datastore where they are given, else "self" where that can be expected to pay
-    (self_draft.py). Any other draws on that source alone, but for "self", which has the text beside it. head: a learned
-    draft head made for the model, a folder, a file or a Hugging Face id; draft="mtp" finds one inside the model, too.
+    "ngram", "suffix", "datastore" or "none"; "auto" takes the text itself, and beside it the head, given, inside the
+    model or coming with outpace for it (heads/boxed.py), the draft model and the datastore where they are given, else
+    "self" where that can be expected to pay (self_draft.py). Any other draws on that source alone, but for "self",
+    which has the text beside it. head: a learned draft head made for the model, a folder, a file or a Hugging Face id;
+    "none": no head, not even one inside the model or coming with outpace.
     draft_model: the model that drafts; "self": the model's own weights at 4 bits, held a second time, and the text.
     datastore: a file of `outpace index`. draft_tokens: always draft this many (0 .. 15), from the head or draft model
     where there is one, instead of deciding by evidence; for 0 no drafter is opened. draft_layers: how many of its

@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Any, Literal
 from . import drafters as ways
 from . import hub
 from .backends.base import Backend
-from .backends.memory import LEAST_CONTEXT, Memory, check_fits, estimate, estimate_head
+from .backends.memory import (
+    LEAST_CONTEXT,
+    Memory,
+    available_memory,
+    check_fits,
+    estimate,
+    estimate_head,
+    precision_of_heads,
+)
 from .backends.native import NativeBackend
 from .backends.reference import ReferenceBackend
 from .cache import CacheOption, cache_kind
@@ -30,7 +38,7 @@ from .sampling import generation_defaults
 from .self_draft import RULE, kept_layers, pays, self_draft, smaller
 from .text.template import ChatTemplate
 from .text.tokenizer import Tokenizer, same_vocabulary
-from .types import ModelError, UsageError
+from .types import ModelError, UsageError, size
 from .weights.gguf import GGUFFile
 from .weights.relaid import Relaid
 from .weights.tensor import Tensor
@@ -39,7 +47,9 @@ if TYPE_CHECKING:
     from .drafters import BlockDrafter, HeadDrafter
     from .heads.loading import LoadedHead
 
+_LEAST_HEAD = 1 << 20  # bytes: a smaller head is laid out again as quickly
 HEADS = ("mtp", "eagle3", "dflash")
+NO_HEAD = "none"  # as head: neither one inside the model nor one in the box
 DRAFTERS = ("auto", *HEADS, "draft_model", "self", "ngram", "suffix", "datastore", "none")
 
 
@@ -68,8 +78,8 @@ class Options:
         draft = self.draft
         if draft not in DRAFTERS:
             raise UsageError(f"draft must be one of {', '.join(DRAFTERS)}, got {draft!r}")
-        if draft in ("eagle3", "dflash") and self.head is None:
-            raise UsageError(f"draft={draft!r} needs head=PATH, a head of that kind made for this model")
+        if draft in HEADS and self.head == NO_HEAD:
+            raise UsageError(f"head={NO_HEAD!r} and draft={draft!r} exclude each other")
         if draft == "draft_model" and self.draft_model is None:
             raise UsageError("draft='draft_model' needs draft_model=NAME, a small model with the same vocabulary")
         if draft == "datastore" and self.datastore is None:
@@ -80,7 +90,7 @@ class Options:
             ("datastore", ("auto", "datastore")),
             ("draft_layers", ("self",)),
         ):
-            if getattr(self, name) is not None and draft not in goes_with:
+            if getattr(self, name) not in (None, NO_HEAD) and draft not in goes_with:
                 raise UsageError(f"{name}= and draft={draft!r} exclude each other: it goes with {', '.join(goes_with)}")
         if self.draft_tokens is not None:
             if type(self.draft_tokens) is not int or not 0 <= self.draft_tokens <= MAX_DRAFT:
@@ -126,19 +136,17 @@ def open_model(o: Options) -> Parts:
     if o.draft_tokens == 0:  # nothing is looked up or opened to draft nothing
         o = replace(o, draft="none", head=None, draft_model=None, datastore=None, draft_layers=None)
     loaded = _files(o, o.model)
-    if o.draft == "mtp" and o.head is None and not loaded.head:
-        raise UsageError(f"draft='mtp' needs head=PATH: {o.model} has no head inside")
     tokenizer = load_tokenizer(loaded)
     corpus = _datastore(o, tokenizer)
-    small = _small(o, loaded, tokenizer)
     head = _head(o, loaded, tokenizer)
+    small = _small(o, loaded, tokenizer, head)
     target = _target(o, loaded, head, small)
     drafters: list[Drafter] = []
     if head is not None:
         try:
-            drafters.append(open_head(head, loaded, target))
+            drafters.append(open_head(head, loaded, target, o.cache))
         except ModelError as error:
-            _without_head(o, error)
+            _without_head(o, loaded, error)
     if small is not None:
         positions = min(target.capacity.positions, small.loaded.config.max_position_embeddings)
         model = _backend(o, small.loaded, positions, small.precision, small.variant)
@@ -171,7 +179,7 @@ def _backend(
     return NativeBackend(config, weights, threads=o.threads, relaid=relaid, **same)
 
 
-def _small(o: Options, loaded: LoadedModel, tokenizer: Tokenizer) -> _Small | None:
+def _small(o: Options, loaded: LoadedModel, tokenizer: Tokenizer, head: LoadedHead | None) -> _Small | None:
     """The model that drafts for `loaded`, if one does."""
     if o.draft_model is not None:
         small = _files(o, o.draft_model)
@@ -180,7 +188,7 @@ def _small(o: Options, loaded: LoadedModel, tokenizer: Tokenizer) -> _Small | No
             raise UsageError(f"{o.draft_model} cannot draft for {o.model}: {difference}")
         return _Small("draft_model", small, o.precision)
     # Rounding its weights takes a while: only what is kept on the disk is worth it without being asked for.
-    by_itself = o.draft == "auto" and o.backend == "native" and o.cache and o.head is None and not loaded.head
+    by_itself = o.draft == "auto" and o.backend == "native" and o.cache and head is None
     if o.draft != "self" and not (by_itself and pays(loaded, o.precision, o.kv_cache)):
         return None
     layers = kept_layers(loaded.config.num_hidden_layers, o.draft_layers)
@@ -228,11 +236,14 @@ def head_memory(
 ) -> Memory:
     """What a head will need beside its model, neither of which is touched."""
     lm_head = loaded.weights.kind(HEAD if loaded.weights.has(HEAD) else EMBEDDING)
-    return estimate_head(head.config, head.weights, lm_head, precision, context, kv_cache)
+    its = precision_of_heads(loaded.config, loaded.weights, precision)
+    return estimate_head(head.config, head.weights, lm_head, its, context, kv_cache)
 
 
 def _head(o: Options, loaded: LoadedModel, tokenizer: Tokenizer) -> LoadedHead | None:
-    """The head that is given or inside the model."""
+    """The head that is given, inside the model or in the box."""
+    if o.head == NO_HEAD or o.draft not in ("auto", *HEADS):
+        return None
     if o.head is not None:
         path = Path(o.head) if Path(o.head).exists() else hub.resolve(o.head, offline=o.offline, progress=o.progress)
         head, _ = load_calibrated(path, loaded.config, loaded.path)
@@ -241,20 +252,49 @@ def _head(o: Options, loaded: LoadedModel, tokenizer: Tokenizer) -> LoadedHead |
         if o.draft not in ("auto", kind):
             raise UsageError(f"{path} is a head of kind {kind}, not {o.draft}: use draft={kind!r}")
         return head
-    if not loaded.head or o.draft not in ("auto", "mtp"):
-        return None
+    found: LoadedHead | None = None
     try:
-        return load_calibrated(loaded.path, loaded.config, loaded.path)[0]
+        # One in the box is not for those who said what drafts, nor for the oracle, which is slow enough.
+        if loaded.head or o.draft != "auto" or (o.draft_model is None and o.backend == "native"):
+            found = own_head(loaded, o.draft)
     except ModelError as error:
-        _without_head(o, error)
+        _without_head(o, loaded, error)
+    if found is None and o.draft != "auto":
+        raise UsageError(f"draft={o.draft!r} needs head=PATH, a head of that kind made for {o.model}, which has none")
+    asked_for = o.draft != "auto" or loaded.head
+    return found if found is None or asked_for or _has_room(o, found, loaded) else None
+
+
+def own_head(loaded: LoadedModel, draft: str = "auto") -> LoadedHead | None:
+    """The head inside the model, or the one that comes with outpace for it; draft: of this kind. Raises ModelError."""
+    if loaded.head and draft in ("auto", "mtp"):
+        return load_calibrated(loaded.path, loaded.config, loaded.path)[0]
+    from .heads.boxed import find
+
+    box = find(loaded.path)
+    if box is None:
         return None
+    head = load_calibrated(box.path, loaded.config, loaded.path)[0]
+    return head if draft in ("auto", head.config.algorithm) else None
 
 
-def _without_head(o: Options, error: ModelError) -> None:
-    """A head that was asked for must be right; one that happens to be inside the model need not."""
-    if o.head is not None or o.draft == "mtp":
+def _has_room(o: Options, head: LoadedHead, loaded: LoadedModel) -> bool:
+    """Whether there is memory for a head in the box, too; else a warning."""
+    available, least = available_memory(), min(o.context or LEAST_CONTEXT, loaded.config.max_position_embeddings)
+    need = head_memory(head, loaded, o.precision, least, o.kv_cache).total
+    whole = estimate(loaded.config, loaded.weights, o.precision, least, o.kv_cache).total
+    if available is None or not whole <= available < whole + need:
+        return True  # or without it there is no room either
+    warnings.warn(f"the draft head in the box is not used: {size(need)} of memory are missing for it", stacklevel=5)
+    return False
+
+
+def _without_head(o: Options, loaded: LoadedModel, error: ModelError) -> None:
+    """A head that was asked for must be right; one that happens to be there need not."""
+    if o.head is not None or o.draft != "auto":
         raise error
-    warnings.warn(f"the draft head inside the model is not used: {error}", stacklevel=5)
+    where = "inside the model" if loaded.head else "in the box"
+    warnings.warn(f"the draft head {where} is not used: {error}", stacklevel=5)
 
 
 def _shape(o: Options, loaded: LoadedModel, target: Backend) -> dict[int, float]:
@@ -264,9 +304,11 @@ def _shape(o: Options, loaded: LoadedModel, target: Backend) -> dict[int, float]
     return kept_shape(target, kept, f"{o.precision}, {o.kv_cache} cache, {how}, of {when}")
 
 
-def open_head(head: LoadedHead, loaded: LoadedModel, target: Backend) -> HeadDrafter | BlockDrafter:
-    """The drafter with a learned head, which runs beside its target and takes its tensors. Raises ModelError for
-    weights that cannot be held."""
+def open_head(
+    head: LoadedHead, loaded: LoadedModel, target: Backend, cache: bool = False
+) -> HeadDrafter | BlockDrafter:
+    """The drafter with a learned head, which runs beside its target and takes its tensors. cache: use and keep its
+    weights as they are laid out. Raises ModelError for weights that cannot be held."""
     from .backends.running_head import run_head
     from .heads.loading import borrowed
 
@@ -275,7 +317,8 @@ def open_head(head: LoadedHead, loaded: LoadedModel, target: Backend) -> HeadDra
     def borrow() -> Mapping[str, Tensor]:  # the target took its own
         return borrowed(head.config, load_model(loaded.path).weights, loaded.config)
 
-    running = run_head(target, head.config, own, borrow, head.d2t)
+    relaid = Relaid(hub.relaid(head.path), head.path, beside=loaded.path, least=_LEAST_HEAD) if cache else None
+    running = run_head(target, head.config, own, borrow, head.d2t, relaid)
     return ways.BlockDrafter(running) if head.config.algorithm == "dflash" else ways.HeadDrafter(running)
 
 

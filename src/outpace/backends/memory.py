@@ -6,6 +6,7 @@ and csrc/kernels.h describe. The available memory is Linux's estimate, cut by co
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 from ..cache import CacheKind, CacheOption, cache_kind
 from ..config import ModelConfig
 from ..models.names import EMBEDDING, HEAD, expected_tensors, is_matrix
-from ..models.quantise import head_precision, held_kind
+from ..models.quantise import HeadPrecision, head_precision, held_kind
 from ..types import CapacityError, size
 from ..weights.weight_map import WeightMap
 from .cgroups import OF, ROOT, control_groups
@@ -74,23 +75,60 @@ def estimate_head(
     head: HeadConfig,
     weights: WeightMap,
     lm_head: str,
-    precision: str,
+    precision: HeadPrecision,
     context: int,
     kv_cache: CacheOption = "auto",
 ) -> Memory:
-    """What a learned head will need beside a native model of this precision; no tensor is decoded or taken.
+    """What a learned head will need beside a native model; no tensor is decoded or taken.
 
     lm_head: the kind of the target's, of which a head without one of its own holds the draft vocabulary's rows.
-    context, kv_cache: the target's. Raises as `estimate`.
+    precision: the head's own (quantise.head_precision). context, kv_cache: the target's. Raises as `estimate`.
     """
-    from ..heads.config import head_tensors
-
-    kinds, shapes, layers = {name: weights.kind(name) for name in weights}, head_tensors(head), head.layers
-    if not head.own_lm_head and head.draft_vocab_size < layers.vocab_size:
-        kinds[HEAD], shapes[HEAD] = lm_head, (head.draft_vocab_size, layers.hidden_size)
-    found = _estimate(layers, kinds, head_precision(precision), context, cache_kind(kv_cache, precision), shapes)
+    kinds, shapes = _head_parts(head, weights, lm_head)
+    layers = head.layers
+    cache = cache_kind(kv_cache, precision[0])
+    found = _estimate(layers, kinds, precision[0], context, cache, shapes, precision[1])
     features = 4 * min(HEAD_ROWS, context) * head.feature_width
     return replace(found, activations=_activations(layers, context, HEAD_ROWS) + features)
+
+
+def step_bytes(head: HeadConfig, weights: WeightMap, lm_head: str, precision: HeadPrecision, target: str) -> int:
+    """Bytes of weights that a draft step reads (dflash: a block), as NativeHead.pass_bytes. Arguments as
+    `estimate_head`; target: the kind in which the target holds its own head, for heads that take it whole."""
+    kinds, shapes = _head_parts(head, weights, lm_head)
+    total = 0 if HEAD in shapes else held_bytes(target, (head.layers.vocab_size, head.layers.hidden_size), "held")
+    for name, shape in shapes.items():
+        read = name == HEAD or name.startswith("model.layers.") or (name == "fc.weight" and head.algorithm == "mtp")
+        if read and len(shape) == 2:
+            total += held_bytes(kinds[name], shape, precision[name == HEAD] if is_matrix(name, shape) else "f32")
+    return total
+
+
+def _head_parts(
+    head: HeadConfig, weights: WeightMap, lm_head: str
+) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:
+    """Kinds and shapes of what a head holds."""
+    from ..heads.config import head_tensors
+
+    kinds, shapes = {name: weights.kind(name) for name in weights}, head_tensors(head)
+    if not head.own_lm_head and head.draft_vocab_size < head.layers.vocab_size:
+        kinds[HEAD], shapes[HEAD] = lm_head, (head.draft_vocab_size, head.layers.hidden_size)
+    return kinds, shapes
+
+
+def held_bytes(kind: str, shape: tuple[int, ...], precision: str) -> int:
+    """What the core holds a matrix [..., out, in] of a file's kind in; precision "held": the kind as it is."""
+    kind = kind if precision == "held" else held_kind(kind, precision)
+    return math.prod(shape[:-2]) * _block_bytes(kind, shape[-1]) * _ceil(shape[-2], OUTS) // OUTS
+
+
+def precision_of_heads(config: ModelConfig, weights: WeightMap, precision: str) -> HeadPrecision:
+    """quantise.head_precision beside this model, none of whose tensors has been taken."""
+    shapes = expected_tensors(config).items()
+    names = [name for name, shape in shapes if name.startswith("model.layers.") and is_matrix(name, shape)]
+    kinds = [weights.kind(name) for name in names if weights.has(name)]
+    last = HEAD if weights.has(HEAD) else EMBEDDING
+    return head_precision(precision, kinds, weights.kind(last) if weights.has(last) else "F32")
 
 
 def _estimate(
@@ -100,15 +138,16 @@ def _estimate(
     context: int | None,
     kv_cache: CacheKind,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
+    lm_head: str | None = None,
 ) -> Memory:
-    """shapes: of the tensors; by default those of a whole model."""
+    """shapes: of the tensors; by default those of a whole model. lm_head: its precision, where it is another one."""
     held = 0
     for name, shape in (expected_tensors(config) if shapes is None else shapes).items():
         if len(shape) == 1:
             held += 4 * shape[0]
         else:
-            kind = held_kind(kinds.get(name, "F32"), precision if is_matrix(name, shape) else "f32")
-            held += _block_bytes(kind, shape[1]) * _ceil(shape[0], OUTS) // OUTS
+            its = lm_head if lm_head is not None and name == HEAD else precision
+            held += held_bytes(kinds.get(name, "F32"), shape, its if is_matrix(name, shape) else "f32")
     context = config.max_position_embeddings if context is None else context
     per_token = config.num_hidden_layers * config.num_key_value_heads * _cached_bytes(config.head_dim, kv_cache)
     cache = per_token * _ceil(context, BLOCK)

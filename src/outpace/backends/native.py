@@ -8,7 +8,7 @@ into arrays; every check of a pass is made once, in C++, before anything changes
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -17,10 +17,11 @@ from ..config import ModelConfig
 from ..models.names import expected_tensors
 from ..models.quantise import Precision, check_precision
 from ..types import F32, CapacityError
-from ..weights.relaid import Part, Relaid
+from ..weights.relaid import Relaid
 from ..weights.weight_map import WeightMap
 from .base import Capacity, Pass, Rows
 from .cores import usable_cores
+from .memory import precision_of_heads
 from .native_core import NativeStack, _native, check_sizes, core_config, guard, index, lay_out, put
 
 STAGES = ("rest", "projections", "attention", "mlp", "head")  # as StageClock in csrc/measure.h
@@ -70,17 +71,17 @@ class NativeBackend(NativeStack):
             )
         )
         expected = expected_tensors(config)
+        # What a head beside this model is held in: asked before the weights are gone.
+        self.head_precision = precision_of_heads(config, weights, precision)
         relaid = None if precision == "f32" else relaid
         layout = f"{_native.LAYOUT} {precision} {_native.unsigned_bytes()} {sys.byteorder} {config!r}"
-        kept = relaid.read(layout) if relaid is not None else None
-        if kept is not None and self._place(kept, expected):
+        if self._place(relaid, layout, expected):
             weights.clear()
             return
         for name, shape in expected.items():
             put(self._core, name, shape, weights, precision)
         guard(self._core.ready)
-        if relaid is not None:
-            relaid.write(layout, [Part(name, tuple(form), data) for name, form, data in self._core.packed()])
+        self._keep(relaid, layout)
 
     @property
     def core(self) -> _native.Model:
@@ -118,23 +119,3 @@ class NativeBackend(NativeStack):
             )
         )
         return Pass(logits, {tap: tapped[i] for i, tap in enumerate(taps)})
-
-    def _place(self, parts: Sequence[Part], expected: Mapping[str, tuple[int, ...]]) -> bool:
-        """Gives the core weights that are laid out already. False, and nothing given, when they do not fit."""
-        found = {part.name: part for part in parts}
-        if len(parts) != len(found) or found.keys() != expected.keys():
-            return False
-        try:
-            for name, shape in expected.items():
-                part = found[name]
-                if len(shape) == 1 and not part.form and part.data.nbytes == 4 * shape[0]:
-                    self._core.put_vector(name, part.data.view(np.float32))
-                elif part.form[1:3] == shape:
-                    self._core.put_packed(name, part.form, part.data)
-                else:
-                    raise ValueError(f"tensor {name} has another shape")
-            self._core.ready()
-        except (ValueError, TypeError):
-            self._core.forget()
-            return False
-        return True

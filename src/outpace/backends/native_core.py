@@ -6,7 +6,7 @@ Neighbours: native.py and native_head.py build on it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol, TypeVar
@@ -18,6 +18,7 @@ from ..models.names import is_matrix
 from ..models.quantise import Precision, held
 from ..models.rotary import rotary_frequencies
 from ..types import CapacityError, OutpaceError, RewindError, UsageError
+from ..weights.relaid import Part, Relaid
 from ..weights.tensor import Groups, Supers
 from ..weights.weight_map import WeightMap
 
@@ -36,6 +37,35 @@ class NativeStack:
     """Slots of a model or a head in the core; the methods of Backend and HeadBackend that both share."""
 
     _core: _native.Stack
+
+    def _place(self, relaid: Relaid | None, layout: str, expected: Mapping[str, tuple[int, ...]]) -> bool:
+        """Gives the core the weights that are kept already laid out. False, and nothing given, where there are none
+        or they do not fit."""
+        parts = relaid.read(layout) if relaid is not None else None
+        if parts is None:
+            return False
+        found = {part.name: part for part in parts}
+        if len(parts) != len(found) or found.keys() != expected.keys():
+            return False
+        try:
+            for name, shape in expected.items():
+                part = found[name]
+                if len(shape) == 1 and not part.form and part.data.nbytes == 4 * shape[0]:
+                    self._core.put_vector(name, part.data.view(np.float32))
+                elif part.form[1:3] == shape:
+                    self._core.put_packed(name, part.form, part.data)
+                else:
+                    raise ValueError(f"tensor {name} has another shape")
+            self._core.ready()
+        except (ValueError, TypeError):
+            self._core.forget()
+            return False
+        return True
+
+    def _keep(self, relaid: Relaid | None, layout: str) -> None:
+        """Keeps the weights as they are laid out now, for the next start."""
+        if relaid is not None:
+            relaid.write(layout, [Part(name, tuple(form), data) for name, form, data in self._core.packed()])
 
     @property
     def memory(self) -> tuple[int, int]:

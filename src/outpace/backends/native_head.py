@@ -6,13 +6,17 @@ compute; csrc/head.cpp does it. The head's cache is of the same kind as the targ
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import sys
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from ..heads.config import HeadConfig, head_tensors
-from ..models.quantise import Precision, check_precision
+from ..models.names import HEAD
+from ..models.quantise import HeadPrecision, Precision, check_precision
 from ..types import F32, I64, UsageError
+from ..weights.relaid import Relaid
 from ..weights.weight_map import WeightMap
 from .base import Capacity
 from .head import HeadPass, HeadRows
@@ -24,8 +28,9 @@ class NativeHead(NativeStack):
     """A HeadBackend on this machine's processor. Takes its tensors out of `weights` (heads/config.py, head_tensors).
 
     target: the model that it drafts for. d2t: int64 [draft vocabulary], ascending target ids, None where the
-    vocabularies are the same; a head with a reduced vocabulary brings its own lm_head.weight. precision, slots,
-    positions, rows: as NativeBackend; slots and positions of the target by default.
+    vocabularies are the same; a head with a reduced vocabulary brings its own lm_head.weight. precision: of all, or of
+    the layers and of lm_head. slots, positions, rows, relaid: as NativeBackend; slots and positions of the target by
+    default. weights may be a function that gives them, called only where nothing is kept in relaid.
 
     Raises UsageError for an argument out of range, ModelError when a tensor is missing or has the wrong shape,
     CapacityError when memory does not suffice.
@@ -35,15 +40,18 @@ class NativeHead(NativeStack):
         self,
         target: NativeBackend,
         config: HeadConfig,
-        weights: WeightMap,
+        weights: WeightMap | Callable[[], WeightMap],
         d2t: I64 | None = None,
         *,
-        precision: Precision = "int8",
+        precision: Precision | HeadPrecision = "int8",
         slots: int | None = None,
         positions: int | None = None,
         rows: int = 256,
+        relaid: Relaid | None = None,
     ) -> None:
-        check_precision(precision)
+        precision = precision if isinstance(precision, tuple) else (precision, precision)
+        for each in precision:
+            check_precision(each)
         slots = target.capacity.slots if slots is None else slots
         positions = target.capacity.positions if positions is None else positions
         check_sizes(slots=slots, positions=positions, rows=rows)
@@ -63,9 +71,18 @@ class NativeHead(NativeStack):
                 cache=target.kv_cache,
             )
         )
-        for name, shape in head_tensors(config).items():
-            put(self._core, name, shape, weights, precision)
+        expected = head_tensors(config)
+        relaid = None if precision[0] == "f32" else relaid
+        ids = b"" if d2t is None else np.ascontiguousarray(d2t, np.int64).tobytes()
+        which = f"{config!r} {hashlib.sha256(ids).hexdigest()}"
+        layout = f"head {_native.LAYOUT} {precision} {_native.unsigned_bytes()} {sys.byteorder} {which}"
+        if self._place(relaid, layout, expected):
+            return
+        weights = weights if isinstance(weights, WeightMap) else weights()
+        for name, shape in expected.items():
+            put(self._core, name, shape, weights, precision[name == HEAD])
         guard(self._core.ready)
+        self._keep(relaid, layout)
 
     def forward(self, batch: Sequence[HeadRows]) -> HeadPass:
         """As HeadBackend.forward."""

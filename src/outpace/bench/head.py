@@ -26,7 +26,6 @@ from ..costs import measure_shape
 from ..drafters import HeadDrafter
 from ..drafters.base import Want, drafts_of
 from ..heads.config import HeadConfig, head_tensors
-from ..models.quantise import Precision
 from ..types import Draft, OutpaceError, SampleOpts, UsageError
 from ..weights.tensor import Tensor
 from ..weights.weight_map import WeightMap
@@ -37,9 +36,9 @@ TARGET_ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 MARGIN = 0.03  # of a target pass that a step may cost beyond its share of the bytes
 
 
-def random_head(target: NativeBackend, draft_vocab: int | None = None, precision: Precision = "int8") -> NativeHead:
-    """An EAGLE-3 head of the size that public ones have: one layer as wide as the target's, three taps, a draft
-    vocabulary of 32000 (or as asked) tokens; random weights. Raises UsageError."""
+def random_head(target: NativeBackend, draft_vocab: int | None = None) -> NativeHead:
+    """An EAGLE-3 head of the size that public ones have, in its target's bits: one layer as wide as the target's, three
+    taps, a draft vocabulary of 32000 (or as asked) tokens; random weights. Raises UsageError."""
     config = target.config
     size = min(32000, config.vocab_size) if draft_vocab is None else draft_vocab
     if not 1 <= size <= config.vocab_size:
@@ -61,7 +60,7 @@ def random_head(target: NativeBackend, draft_vocab: int | None = None, precision
     }
     own = WeightMap({name: Tensor.from_array(array.astype(np.float32)) for name, array in tensors.items()})
     ids = None if size == config.vocab_size else np.arange(size, dtype=np.int64)
-    return NativeHead(target, head, own, ids, precision=precision)
+    return NativeHead(target, head, own, ids, precision=target.head_precision)
 
 
 def measure_head(target: NativeBackend, head: NativeHead, *, seconds: float = 10.0) -> dict[str, Any]:

@@ -118,6 +118,9 @@ class _RandomWeights(WeightMap):
         data = np.resize(self._blocks, (math.prod(shape) // KINDS[self._kind].block, self._blocks.shape[1]))
         return Tensor(shape, self._kind, data.reshape(-1))
 
+    def kind(self, name: str) -> str:
+        return self._kind if len(self._shapes[name]) == 2 else "F32"
+
     def has(self, name: str) -> bool:
         return name in self._shapes
 

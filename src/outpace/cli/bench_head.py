@@ -16,7 +16,6 @@ from .terminal import note, show
 if TYPE_CHECKING:
     from ..backends.native import NativeBackend
     from ..backends.native_head import NativeHead
-    from ..models.quantise import Precision
 
 
 def head(
@@ -81,8 +80,7 @@ def _open(
 
     if path is None:
         label, target = open_target(model, shape, bits, (0,), threads, "auto", quiet=quiet)
-        four: Precision = "int4" if shape is not None and bits == 4 else "int8"
-        return f"{label}, random EAGLE-3 head", target, random_head(target, draft_vocab, four)
+        return f"{label}, random EAGLE-3 head", target, random_head(target, draft_vocab)
     label = model or DEFAULT_MODEL
     loaded = api.load(label, head=path, threads=threads, slots=4, progress=not quiet)
     drafter = next(d for d in loaded.drafters if isinstance(d, (HeadDrafter, BlockDrafter)))

@@ -69,7 +69,8 @@ def export(
     check_vocabulary(path, its)
     weights = {name: loaded.weights.take_tensor(name) for name in loaded.weights.keys()}  # noqa: SIM118
     shared = borrowed(loaded.config, target.weights, target.config)
-    names = {"none": (), "head": (HEAD,) if loaded.d2t is not None else (), "all": (EMBEDDING, HEAD)}[bring]
+    rows = loaded.d2t is not None and loaded.config.algorithm != "mtp"  # which no layout has for mtp
+    names = {"none": (), "head": (HEAD,) if rows else (), "all": (EMBEDDING, HEAD)}[bring]
     shared = {name: tensor for name, tensor in shared.items() if name in names}
     config, weights = with_targets(loaded.config, weights, loaded.d2t, shared)
     made = export_head(

@@ -20,12 +20,15 @@ if TYPE_CHECKING:
 
 _LM_HEADS = ("lm_head.weight", "output.weight")  # Hugging Face's name, GGUF's
 EMBEDDINGS = ("model.embed_tokens.weight", "token_embd.weight")
-# Read for committed tokens only, or one row of it: no part of a draft step.
-_NOT_IN_A_STEP = ("model.embed_tokens.weight", "markov_w1.weight", "input_norm.weight")
 
 
 def inspect(
-    head: Annotated[str, typer.Argument(help="A folder, a .safetensors or .gguf file; or a model with a head inside.")],
+    head: Annotated[
+        str,
+        typer.Argument(
+            help="A folder, a .safetensors or .gguf file; or a model that has one, inside or coming with outpace."
+        ),
+    ],
     *,
     model: Annotated[
         str | None, typer.Option("--model", "-m", help="The model that it drafts for; not needed where it is inside.")
@@ -45,7 +48,9 @@ def inspect(
     from pathlib import Path
 
     from .. import hub
+    from ..heads import boxed
     from ..heads.loading import open_target
+    from ..models.loading import load_model
     from ..opening import check_vocabulary, load_calibrated
     from ..types import UsageError
 
@@ -56,6 +61,10 @@ def inspect(
     if model is None and not holds_a_model(path):
         raise UsageError(f"{head}: say which model this head drafts for: --model NAME")
     target, tensors = open_target(its)
+    # A model without a head inside: the one that is used when it is run.
+    box = boxed.find(its) if model is None else None
+    box = None if box is not None and load_model(its).head else box
+    path = path if box is None else box.path
     check_vocabulary(path, its)
     if forget:
         from ..calibrate import forget as forget_kept
@@ -68,6 +77,9 @@ def inspect(
         facts["conventions"][name]["from"] = "calibrated"
     if calibrate:
         facts["trials"] = trials
+    if box is not None:
+        used = f"by --draft auto (the default) with {head}"
+        facts = {"path": facts["path"], "used": used, "from": box.origin} | facts
     if as_json:
         show(json.dumps(facts, indent=2) + "\n")
         return
@@ -107,22 +119,23 @@ def _calibrate(head: Path, model: Path) -> list[dict[str, Any]]:
 def describe(loaded: LoadedHead, target: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """The facts about a head. tensors: the target's, by its file's names.
 
-    bytes: of the head's own tensors. step_bytes: what one draft step (dflash: one block) reads, the target's lm_head
-    included where the head has none. target_bytes: what a pass of the target reads, all experts of a mixture. memory:
-    what the head needs beside a target in int8, for one text as long as the target allows.
+    bytes: of the head's own tensors in its file. step_bytes: what one draft step (dflash: one block) reads of them as
+    they are held beside a target in int8, the target's lm_head included where the head has none. target_bytes: what
+    a pass of that target reads, all experts of a mixture. memory: what the head needs beside it, for one text as long
+    as the target allows.
     """
-    from ..backends.memory import estimate_head
+    from ..backends.memory import estimate_head, held_bytes, step_bytes
+    from ..models.quantise import head_precision, held_kind
 
     config = loaded.config
     lm_head = next((name for name in (*_LM_HEADS, *EMBEDDINGS) if name in tensors), None)
     kind = "F32" if lm_head is None else tensors[lm_head].kind
-    need = estimate_head(config, loaded.weights, kind, "int8", target.max_position_embeddings)
-    own = {name: loaded.weights.take_tensor(name) for name in loaded.weights.keys()}  # noqa: SIM118
-    left_out = _NOT_IN_A_STEP + (("fc.weight",) if config.algorithm != "mtp" else ())
-    step = sum(t.nbytes for name, t in own.items() if name not in left_out and not name.startswith("fc_norm."))
-    if lm_head is not None and not config.own_lm_head:
-        step += tensors[lm_head].nbytes * config.draft_vocab_size // target.vocab_size
-    reads = sum(t.nbytes for name, t in tensors.items() if name == lm_head or name not in EMBEDDINGS)
+    matrices = {name: t for name, t in tensors.items() if len(t.shape) > 1}
+    read = {name: t for name, t in matrices.items() if name == lm_head or name not in EMBEDDINGS}
+    precision = head_precision("int8", [t.kind for name, t in read.items() if name != lm_head], kind)
+    need = estimate_head(config, loaded.weights, kind, precision, target.max_position_embeddings)
+    step = step_bytes(config, loaded.weights, kind, precision, held_kind(kind, "int8"))
+    reads = sum(held_bytes(t.kind, t.shape, "int8") for t in read.values())
     layers = config.layers
     block = config.algorithm == "dflash"
     sizes = {"block_size": config.block_size, "mask_token": config.mask_token} if block else {}

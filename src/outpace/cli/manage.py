@@ -128,8 +128,9 @@ def describe(loaded: LoadedModel) -> dict[str, Any]:
 def memory(loaded: LoadedModel, precision: str, context: int | None, kv_cache: str) -> dict[str, Any]:
     """What the loaded model will hold, in bytes, and whether this machine has it (None: not known).
 
-    head: what the head inside adds, which drafts unless another drafter is asked for; None where there is none or it
-    is damaged. self_draft: what --draft self adds; None where the model has 4 bits already. total: the head included.
+    head: what its head adds, inside or coming with outpace, which drafts unless another one is asked for; None where
+    there is none or it is damaged. self_draft: what --draft self adds; None where the model has 4 bits already. total:
+    the head included.
     """
     from ..backends.memory import available_memory, estimate
     from ..self_draft import MOST
@@ -156,18 +157,15 @@ def memory(loaded: LoadedModel, precision: str, context: int | None, kv_cache: s
 
 
 def _head_memory(loaded: LoadedModel, precision: str, context: int, kv_cache: str) -> int | None:
-    if not loaded.head:
-        return None
-    from ..heads.loading import load_head
-    from ..opening import head_memory
+    from ..opening import head_memory, own_head
     from ..types import ModelError
 
     try:
-        head = load_head(loaded.path, loaded.config)
+        head = own_head(loaded)
     except ModelError as error:
-        note(f"the draft head inside the model is not used: {error}")
+        note(f"the draft head {'inside the model' if loaded.head else 'in the box'} is not used: {error}")
         return None
-    return head_memory(head, loaded, precision, context, kv_cache).total  # type: ignore[arg-type]
+    return None if head is None else head_memory(head, loaded, precision, context, kv_cache).total  # type: ignore[arg-type]
 
 
 def memory_line(need: dict[str, Any]) -> str:
@@ -177,7 +175,7 @@ def memory_line(need: dict[str, Any]) -> str:
     fits = {None: "", True: ", fits", False: f": {size(need['total'] - (need['available'] or 0))} are missing"}
     available = "" if need["available"] is None else f"; {size(need['available'])} are available"
     drafts = "" if need["self_draft"] is None else f"; --draft self adds {size(need['self_draft'])}"
-    head = "" if need["head"] is None else f", the head inside {size(need['head'])}"
+    head = "" if need["head"] is None else f", its draft head {size(need['head'])}"
     cache = f"cache {size(need['cache'])} in {need['kv_cache']}"
     return (
         f"{size(need['total'])} in {need['precision']}: weights {size(need['weights'])}, {cache} for {need['context']} "

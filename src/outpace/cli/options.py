@@ -76,12 +76,17 @@ class Model:
     draft: Annotated[
         str,
         _model(
-            "What guesses ahead: auto (whatever is given, and the text itself), or one alone: mtp, eagle3, dflash, "
-            "ngram, suffix, datastore, draft_model, self (beside suffix); or none."
+            "What guesses ahead: auto (whatever there is for the model, and the text itself), or one alone: mtp, "
+            "eagle3, dflash, ngram, suffix, datastore, draft_model, self (beside suffix); or none."
         ),
     ] = "auto"
     head: Annotated[
-        str | None, _model("A learned draft head made for the model (mtp, eagle3, dflash).", metavar="PATH")
+        str | None,
+        _model(
+            "A learned draft head made for the model (mtp, eagle3, dflash); none: not even the one inside it or coming "
+            "with outpace for it.",
+            metavar="PATH",
+        ),
     ] = None
     draft_model: Annotated[str | None, _model("A small model with the same vocabulary that guesses ahead.")] = None
     datastore: Annotated[

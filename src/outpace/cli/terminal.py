@@ -127,12 +127,14 @@ def counted(count: int, noun: str) -> str:
 
 
 def statistics(result: Result) -> str:
-    """The closing line of `outpace generate`."""
+    """The closing line of `outpace generate`; where others than the text itself drafted, what each gave."""
     stats = result.stats
+    sources = {name: kept for name, (drafted, kept) in stats.by_source.items() if drafted}
+    gave = f" ({', '.join(f'{name} {kept}' for name, kept in sources.items())})" if sources.keys() - {"suffix"} else ""
     ending = ", stopped by the token limit" if result.finish_reason == "length" else ""
     return speed(stats.decode_tokens, stats.decode_s) + (
-        f"{counted(stats.tokens, 'token')} in {counted(stats.rounds, 'round')} "
-        f"({stats.tokens_per_round:.2f} tokens per round), drafted {stats.drafted}, accepted {stats.accepted}{ending}"
+        f"{counted(stats.tokens, 'token')} in {counted(stats.rounds, 'round')} ({stats.tokens_per_round:.2f} tokens "
+        f"per round), drafted {stats.drafted}, accepted {stats.accepted}{gave}{ending}"
     )
 
 

@@ -115,7 +115,7 @@ def head_files(
     else:
         kept = {name: _converted(name, tensor, DTYPES[dtype]) for name, tensor in tensors.items()}
         make = _speculators if to == "speculators" else _specforge
-        made = make(config, kept, target)
+        made = make(config, kept, target, None if target_config is None else target_config.architecture)
         if d2t is not None:
             made.tensors.update(_maps(d2t, config.layers.vocab_size))
     _check_comes_back(made, config, d2t, _as_target(config) if target_config is None else target_config)
@@ -183,6 +183,8 @@ def _check_programs(config: HeadConfig, to: Layout) -> None:
             (layers.architecture != "llama", "layers' kind", layers.architecture),
             (layers.num_hidden_layers != 1, "layers", str(layers.num_hidden_layers)),
             (len(config.taps) != 3, "taps", f"{len(config.taps)}, llama.cpp reads 3"),
+            (config.feature_norm != "none", "feature_norm", config.feature_norm),
+            (config.norm_output, "norm_output", "yes"),
             (layers.attention_bias or layers.attention_out_bias or layers.mlp_bias, "biases", "yes"),
         ]
     else:
@@ -273,12 +275,19 @@ _BLOCK_NAMES = (
     (r"^markov_(gate|joint)\.", r"markov_head.\1_proj."), (r"^(markov_w[12])\.", r"markov_head.\1."),
     (r"^confidence\.", "confidence_head.proj."), (r"^model\.", ""),
 )  # fmt: skip
+_TARGETS = {
+    "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
+}  # fmt: skip
 _RUN_BY = {"eagle3": ("llama", "qwen3"), "mtp": ("qwen3",)}  # layers that the package's own classes have
 _CLASSES = {"eagle3": "Eagle3DraftModel", "dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel",
             "mtp": "MTPDraftModel"}  # fmt: skip
 
 
-def _speculators(config: HeadConfig, tensors: dict[str, Tensor], target: str | None) -> HeadFiles:
+def _speculators(
+    config: HeadConfig, tensors: dict[str, Tensor], target: str | None, architecture: str | None
+) -> HeadFiles:
+    verifier = {"name_or_path": target, "architectures": [_TARGETS[architecture]] if architecture else []}
     spark = config.algorithm == "dflash" and (config.markov != "none" or config.confidence != "none")
     kind = "dspark" if spark else config.algorithm
     layers = config.layers
@@ -294,7 +303,7 @@ def _speculators(config: HeadConfig, tensors: dict[str, Tensor], target: str | N
             "algorithm": kind,
             "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": max(1, guesses)}],
-            "verifier": {"name_or_path": target, "architectures": []},
+            "verifier": verifier,
         },
         "transformer_layer_config": to_hf(layers),
     }
@@ -329,7 +338,9 @@ def _speculators(config: HeadConfig, tensors: dict[str, Tensor], target: str | N
     return HeadFiles("speculators", data, _renamed(tensors, *_BLOCK_NAMES), notices)
 
 
-def _specforge(config: HeadConfig, tensors: dict[str, Tensor], target: str | None) -> HeadFiles:
+def _specforge(
+    config: HeadConfig, tensors: dict[str, Tensor], target: str | None, architecture: str | None
+) -> HeadFiles:
     """One flat config. The ids of tapped layers, where they are not those that every program assumes, are written as
     SGLang reads them."""
     data = to_hf(config.layers) | {

@@ -7,6 +7,7 @@ a width that is no multiple of 32 is filled up with zeros, which change nothing.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal, get_args
 
 import numpy as np
@@ -52,10 +53,22 @@ def held_kind(kind: str, precision: str) -> str:
     return "F16" if kind == "F16" else "BF16"
 
 
-def head_precision(target: str) -> Precision:
-    """What a learned head is held in beside a target of this precision: 8 bits at least. A head is a few layers of the
-    target's many, so that rounding it to 4 gains little speed and costs much of what it guesses right."""
-    return "int8" if target == "int4" else check_precision(target)
+HeadPrecision = tuple[Precision, Precision]  # of a learned head's layers, and of its lm_head
+
+
+def head_precision(target: str, layers: Iterable[str], lm_head: str) -> HeadPrecision:
+    """What a learned head is held in beside a target of this precision: the target's own bits, so that a draft step is
+    cheap beside a pass. Its layers are of 4 bits where most of the target's are, its lm_head where the target's is: at
+    4 bits layers lost nothing that they guess right, rows of lm_head did (docs/LOG.md).
+
+    layers, lm_head: kinds of the target's matrices in its file.
+    """
+    precision = check_precision(target)
+    if precision not in ("int8", "int4"):
+        return precision, precision
+    four = [held_kind(kind, precision) in FOUR_BITS for kind in layers]
+    last = held_kind(lm_head, precision) in FOUR_BITS
+    return "int4" if 2 * sum(four) > len(four) else "int8", "int4" if last else "int8"
 
 
 def held(tensor: Tensor, precision: str, name: str = "without a name") -> Tensor | Groups | Supers:

@@ -54,13 +54,17 @@ class Part:
 class Relaid:
     """Where the re-laid weights of one source are kept: `folder`, which belongs to this source alone.
 
-    source: the .gguf file or model folder. variant: tells apart what is made of one source in several ways. least,
-    most: bytes below which nothing is kept, and that all sources' folders beside this one may take together.
+    source: the .gguf file or model folder. beside: another one that it is made of as well. variant: tells apart what is
+    made of one source in several ways. least, most: bytes below which nothing is kept, and that all sources' folders
+    beside this one may take together.
     """
 
-    def __init__(self, folder: Path, source: Path, *, variant: str = "", least: int = LEAST, most: int = MOST) -> None:
+    def __init__(
+        self, folder: Path, source: Path, *, beside: Path | None = None, variant: str = "", least: int = LEAST,
+        most: int = MOST,
+    ) -> None:  # fmt: skip
         self.folder = folder
-        self.source = source
+        self.sources = [source] if beside is None else [source, beside]
         self.variant = variant
         self.least = least
         self.most = most
@@ -117,8 +121,9 @@ class Relaid:
     def _key(self, layout: str) -> str:
         """What a file must have been made from: this source, unchanged, in this layout."""
         digest = hashlib.sha256((layout + self.variant).encode())
-        for file in sorted(self.source.glob("*.safetensors")) if self.source.is_dir() else [self.source]:
-            digest.update(_identity(file))
+        for source in self.sources:
+            for file in sorted(source.glob("*.safetensors")) if source.is_dir() else [source]:
+                digest.update(_identity(file))
         return digest.hexdigest()
 
     def _make_room(self, needed: int, replaced: Path) -> None:
