@@ -14,7 +14,6 @@ from outpace.bench import drafter as bench
 from outpace.bench.prompts import CLASSES, held_out
 from outpace.cli.app import build
 from outpace.heads.export import export_head
-from outpace.models.loading import load_model
 from outpace.train.kinds import KINDS
 from outpace.train.target import Target, default_taps
 from outpace.types import OutpaceError, UsageError
@@ -98,7 +97,8 @@ def test_wrong_usage_is_refused(folder: Path, head: Path) -> None:  # noqa: F811
         bench.measure_drafter(folder, head, tokens=1)
     with pytest.raises(UsageError, match="temperatures"):
         bench.measure_drafter(folder, head, temperatures=(-1.0,))
-    assert load_model(folder).config.num_hidden_layers == 8
+    with pytest.raises(UsageError, match="has no draft head of its own"):
+        bench.measure_drafter(folder, None, prompts=1)
 
 
 def test_the_interval_holds_the_median() -> None:

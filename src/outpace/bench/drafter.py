@@ -77,8 +77,8 @@ def measure_drafter(
 ) -> dict[str, Any]:
     """Measures a head on the held-out prompts: `prompts` of each class for acceptance, `timed` for speed.
 
-    head: None for the one inside the model. tokens, timed_tokens: most of an answer. Returns what can be written as
-    JSON:
+    head: None for the one that the model has, inside or in the box. tokens, timed_tokens: most of an answer. Returns
+    what can be written as JSON:
 
     drafts        tokens of a draft of fixed length
     acceptance    for each shape and temperature: tokens_per_round, class (and "all") -> number; kept_by_position
@@ -92,10 +92,11 @@ def measure_drafter(
             raise UsageError(f"{name} must be in {least} .. 100000, got {count}")
     if any(not 0 <= temperature <= 100 for temperature in temperatures) or set(shapes) - set(SHAPES):
         raise UsageError(f"temperatures must be in 0 .. 100, and shapes of {', '.join(SHAPES)}")
-    draft = "mtp" if head is None else "auto"
     options: dict[str, Any] = {"precision": precision, "threads": threads, "slots": 8, "progress": False}
-    with load(model, head=head, draft=draft, **options) as loaded:
-        drafter = next(each for each in loaded.drafters if isinstance(each, (HeadDrafter, BlockDrafter)))
+    with load(model, head=head, **options) as loaded:
+        drafter = next((each for each in loaded.drafters if isinstance(each, (HeadDrafter, BlockDrafter))), None)
+        if drafter is None:
+            raise UsageError(f"{model} has no draft head of its own: name one with head= (--head)")
         found: dict[str, Any] = {"drafts": DRAFTS, "acceptance": []}
         runs = [(shape, temperature) for temperature in temperatures for shape in shapes] if prompts else []
         asked = _asked(loaded, prompts)

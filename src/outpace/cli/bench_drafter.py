@@ -18,7 +18,8 @@ def drafter(
     model: Model = None,
     *,
     path: Annotated[
-        Path | None, typer.Option("--head", help="A draft head of the model.", show_default="the one inside the model")
+        Path | None,
+        typer.Option("--head", help="A draft head of the model.", show_default="the one the model has"),
     ] = None,
     prompts: Annotated[int, typer.Option(help="Held-out prompts of each class for the acceptance; 0: none.")] = 8,
     tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 200,

@@ -116,13 +116,14 @@ def train(
     seconds = 60 * (minutes - data_minutes)
 
     def training(status: Status) -> None:
-        rate = status.positions / max(status.seconds, 1e-9)
+        rate = (status.positions - earlier.positions) / max(status.seconds - earlier.seconds, 1e-9)
         agree = " ".join(f"{part:.2f}" for part in status.agree)
         how = f"step {status.step}, loss {status.loss:.3f}, agreement {agree}, {rate:.0f} positions/s"
         if not math.isnan(status.checked):
             how += f", {status.checked:.2f} tokens per round"
         tell("training", status.seconds / seconds, how)
 
+    earlier = replace(trainer.status)
     status = trainer.run(seconds, training if workers.first else None)
     workers.leave()
     if not workers.first:
