@@ -203,7 +203,9 @@ MUTANTS: dict[str, Mutant] = {
         "controller", "n + stretch - len(plan.order), len(offer.gains)", "n + stretch - len(plan.order)",
         test_controller.test_no_draft_goes_on_beyond_what_its_request_can_use),
     "a reused slot keeps the old text": Mutant(
-        "slots", "self.backend.truncate(self._used[owner], length)", "pass",
+        "slots", """        try:
+            self.backend.truncate(self._used[owner], length)
+""", "        try:\n            pass\n",
         test_decode.test_a_prompt_that_leaves_an_old_one_cuts_it_off),
     "the generator keeps a stale cache": Mutant(
         "speculator", "            self.backend.truncate(self._slot, keep)\n", "            keep = len(self._tokens)\n",

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from test_train_loop import RECIPE, TARGET, Clock
 
 def main() -> None:
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever started the tests may ignore it
     folder, out = Path(sys.argv[1]), Path(sys.argv[2])
     if sys.argv[3] == "forever":
         options: dict[str, Any] = {"recipe": replace(RECIPE, save=0.0), "resume": "--resume" in sys.argv}
