@@ -31,10 +31,7 @@ from outpace.weights.safetensors import write_safetensors
 
 LAYERS, STEPS = 8, 45
 CONFIG, ARRAYS = tiny.random_model(num_hidden_layers=LAYERS, seed=3)
-LAYER = {name.replace("layers.7.", "layers.0."): array for name, array in ARRAYS.items() if "layers.7." in name}
-TARGET = Target(
-    CONFIG, ARRAYS["model.embed_tokens.weight"], ARRAYS["lm_head.weight"], ARRAYS["model.norm.weight"], LAYER
-)
+TARGET = Target(CONFIG, ARRAYS["model.embed_tokens.weight"], ARRAYS["lm_head.weight"], ARRAYS["model.norm.weight"])
 TAPS = default_taps(CONFIG)
 
 
