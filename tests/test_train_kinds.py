@@ -118,7 +118,7 @@ def test_the_command_goes_through_to_figures(
 
     monkeypatch.setattr(loop.Recipe, "__init__", quick)
     out = tmp_path / "head"
-    args = ["--kind", kind, "--minutes", "0.03", "--data-minutes", "0.01", "--json", "--threads", "1"]
+    args = ["--kind", kind, "--minutes", "0.09", "--data-minutes", "0.05", "--json", "--threads", "1"]
     result = CliRunner().invoke(build(), ["train", str(folder), "--out", str(out), *args])
     assert result.exit_code == 0, result.output
     made = json.loads(result.stdout)
