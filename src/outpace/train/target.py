@@ -1,32 +1,29 @@
-"""What a head's training needs of its target: embedding, head, final norm, and a layer to begin with.
+"""What a head's training needs of its target: embedding, head, final norm, and which layers are tapped.
 
 Neighbours: kinds.py describes heads and gives them first weights, loop.py uses both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from ..config import ModelConfig
 from ..models.loading import load_model
-from ..models.names import EMBEDDING, FINAL_NORM, HEAD, expected_tensors
+from ..models.names import EMBEDDING, FINAL_NORM, HEAD
 from ..types import F32, I64, UsageError
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """embedding and lm_head: float32 [V, H]. norm: float32 [H], the final norm's gain. layer: the last layer's tensors,
-    under the names that they have in a head's first layer."""
+    """embedding and lm_head: float32 [V, H]. norm: float32 [H], the final norm's gain."""
 
     config: ModelConfig
     embedding: F32
     lm_head: F32
     norm: F32
-    layer: Mapping[str, F32] = field(default_factory=dict)
 
     @classmethod
     def load(cls, path: Path) -> Target:
@@ -35,10 +32,7 @@ class Target:
         config, weights = loaded.config, loaded.weights
         embedding, _ = weights.take(EMBEDDING)
         lm_head = embedding if config.tie_word_embeddings else weights.take(HEAD)[0]
-        prefix = f"model.layers.{config.num_hidden_layers - 1}."
-        names = [name for name in expected_tensors(config) if name.startswith(prefix)]
-        layer = {name.replace(prefix, "model.layers.0."): weights.take(name)[0] for name in names}
-        return cls(config, embedding, lm_head, weights.take(FINAL_NORM)[0], layer)
+        return cls(config, embedding, lm_head, weights.take(FINAL_NORM)[0])
 
 
 def default_taps(config: ModelConfig) -> tuple[int, ...]:
