@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,10 +22,11 @@ from hypothesis import strategies as st
 import tiny_folder
 from outpace import api
 from outpace.api import LanguageModel
-from outpace.train import data, filters, sources
+from outpace.train import answers, data, filters, sources
 from outpace.train.batches import batch_of, batches
 from outpace.train.data import Example, Shards, fingerprint, record
 from outpace.train.filters import loop_start
+from outpace.train.prompts import OWN_TURN, Prompt
 from outpace.train.sources import Composer, Conversations
 from outpace.types import ModelError, UsageError
 
@@ -175,6 +177,28 @@ def test_ctrl_c_keeps_the_answers_that_are_complete(
     assert not model.engine.running
     last = json.loads((tmp_path / data.INDEX).read_text())["shards"][-1]
     assert 0 < len(last["open"]) <= 4  # the slots' and no more: they are asked again
+
+
+@pytest.mark.filterwarnings("ignore:all prompts are answered")
+@pytest.mark.parametrize("passes", range(2, 40, 3))
+def test_the_time_may_be_over_at_any_moment(
+    model: LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passes: int
+) -> None:
+    """Also while the target writes the user's turn, of which no hidden states are kept."""
+    own = Prompt("chat", ("Tell me more.", OWN_TURN), "")
+    monkeypatch.setattr(sources, "compose", lambda seed: iter([own] * 24))
+    left = passes
+
+    def now() -> float:
+        nonlocal left
+        left -= 1
+        return 0.0 if left > 0 else 1e9
+
+    monkeypatch.setattr(answers, "time", SimpleNamespace(monotonic=now))
+    out = tmp_path / "data"
+    make(model, out, None, seconds=5.0)
+    if (out / data.INDEX).exists():
+        assert all(np.isfinite(each.states).all() for each in Shards(out, "me").sequences)
 
 
 def test_data_of_another_target_are_refused(model: LanguageModel, tmp_path: Path) -> None:
@@ -342,7 +366,7 @@ KILLED = """
 import sys
 from pathlib import Path
 from outpace import api
-from outpace.train import data, filters, sources
+from outpace.train import answers, data, filters, sources
 filters.not_text = lambda text: False
 sources.PASSES = 1
 data.SHARD_ANSWERS, data.ANSWER_TOKENS, data.TURN_TOKENS, data.PROMPT_TOKENS = 4, 12, 8, 200

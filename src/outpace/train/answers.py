@@ -221,7 +221,7 @@ def by_engine(talks: Talks, taps: Sequence[int], deadline: float | None = None) 
                     yield example
                 more = True  # the talk may go on
         for request, talk in running.values():  # the time is over
-            if talk.last and len(request.tokens) > len(request.prompt) + SHORTEST:
+            if talk.last and request.taps and len(request.tokens) > len(request.prompt) + SHORTEST:
                 yield _example(talks, talk, request, taps)
     finally:
         for request, _ in running.values():
