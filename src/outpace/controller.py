@@ -31,7 +31,7 @@ FIXED_DRAFT = 4  # length for the rejection and block rules
 _ANCHOR_EVERY = 128  # rounds with drafts between two measurements of the plain round
 _NOTHING = 1e-9  # a worth that every token has
 _MARGIN = 1.02  # by which drafts that cost something must promise more than none
-_PROBE_SHARE = 0.01  # of the tokens per second may be spent on trying sources that do not promise to pay
+_PROBE_SHARE = 0.005  # of the tokens per second may be spent on trying sources that do not promise to pay
 _PROBE_EVERY = 8, 1024  # ... but not more often, nor more seldom, in rounds
 _REST = 63  # rounds in which sources that cost something are not looked at, at most, where none promised to pay
 
