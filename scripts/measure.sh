@@ -4,7 +4,7 @@
 #
 #   scripts/build_llama_cpp.sh && scripts/requantise_smollm2.sh && scripts/measure.sh [PART ...]
 #
-# Parts: smollm2, shapes, contexts, start, self, heads, speculation, llama_cpp, busy, perplexity, torch; all of them unless
+# Parts: smollm2, shapes, contexts, start, self, heads, speculation, sweep, llama_cpp, busy, perplexity, torch; all of them unless
 # some are named. HEAD=PATH: a draft head for speculation; without one the text alone drafts.
 # Needs the `outpace` command (or PYTHONPATH=src) and, for torch, the test tools. Nothing else should run meanwhile.
 set -euo pipefail
@@ -12,7 +12,7 @@ cd "$(dirname "$0")/.."
 
 PYTHON=${PYTHON:-python3}
 FIGURES=docs/figures
-parts=" ${*:-smollm2 shapes contexts start self heads speculation llama_cpp busy perplexity torch} "
+parts=" ${*:-smollm2 shapes contexts start self heads speculation sweep llama_cpp busy perplexity torch} "
 mkdir -p $FIGURES
 
 wanted() { [[ $parts == *" $1 "* ]]; }
@@ -60,6 +60,8 @@ wanted heads && for bits in 8 4; do
 done
 wanted speculation && $PYTHON scripts/compare_speculation.py "${files[@]}" ${HEAD:+--head "$HEAD"} \
     --json $FIGURES/speculation.json
+wanted sweep && $PYTHON scripts/measure_speculation.py ${HEAD:+--head "$HEAD"} --held-out 8 --turns 1 \
+    --json $FIGURES/sweep.json
 compare() { $PYTHON scripts/compare_llama_cpp.py "${files[@]}" "$@"; }
 wanted llama_cpp && compare --json $FIGURES/llama_cpp.json
 wanted busy && compare --blocks 4 --repeats 2 --tokens 16 --no-prompts --busy "$(nproc)" --json $FIGURES/llama_cpp_busy.json

@@ -1,13 +1,16 @@
 #!/usr/bin/env python3
 """What speculation gives on real text: every source, and auto, over plain decoding, in turns within one run.
 
-    scripts/measure_speculation.py [--model M] [--precision P] [--draft-model D] [--self] [--json OUT.json]
+    scripts/measure_speculation.py [--model M] [--precision P] [--head H] [--draft-model D] [--self] [--held-out N]
+                                   [--json OUT.json]
 
 Prompts of three classes: chat (free prose: little to guess), repetition (write a text of the prompt again, changed or
-not) and nothing (sampled at a high temperature: nobody can guess it). A figure is the median over prompts and turns of
-a mode's tokens per second over plain decoding's in the same turn, with the interval of that median (bootstrap, 95 %).
-A number behind a source is a fixed draft length; without one the controller decides. Answers must be equal in all
-modes; the run stops where one is not.
+not) and nothing (sampled at a high temperature: nobody can guess it); or, of the forty held-out prompts, the first N of
+each of their classes and repetition. A figure is the median over prompts and turns of a mode's tokens per second over
+plain decoding's in the same turn, with the interval of that median (bootstrap, 95 %). A number behind a source is a
+fixed draft length; without one the controller decides, and what it learns stays from prompt to prompt, as in use.
+"Over the best fixed" compares it in the same way with the fixed length that is best for the class, plain decoding
+included. Answers must be equal in all modes; the run stops where one is not.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from outpace.api import LanguageModel, load
+from outpace.bench import prompts as bench_prompts
 from outpace.bench.drafter import interval
 from outpace.bench.kernels import processor
 from outpace.costs import measure_shape
@@ -69,54 +73,72 @@ CLASSES: dict[str, tuple[list[str], dict[str, Any]]] = {
 }
 
 
-def measure(modes: dict[str, tuple[list[Drafter], int | None]], plain: LanguageModel, args: Any) -> dict[str, Any]:
-    """Class -> mode -> factor over plain decoding, interval, tokens per round."""
+Modes = dict[str, tuple[list[Drafter], int | None]]
+
+
+def measure(modes: Modes, plain: LanguageModel, args: Any) -> dict[str, Any]:
+    """Class -> mode -> factor over plain decoding, interval, tokens per round; of modes that decide also over the best
+    fixed one."""
     shape = measure_shape(plain.target)
     found: dict[str, Any] = {"shape": shape}
-    for name, (prompts, options) in CLASSES.items():
-        factors: dict[str, list[float]] = {mode: [] for mode in modes}
+    models = {
+        mode: LanguageModel(plain.target, plain.tokenizer, drafters=drafters, draft_tokens=fixed, shape=shape)
+        for mode, (drafters, fixed) in modes.items()
+    }
+    for name, (prompts, options) in classes(args.held_out).items():
+        speeds: dict[str, list[float]] = {mode: [] for mode in modes}
         rounds: dict[str, list[float]] = {mode: [] for mode in modes}
-        for prompt in prompts:
-            ids = plain.chat_ids([{"role": "user", "content": prompt}])
-            opts = SampleOpts(max_tokens=args.tokens, ignore_eos=name == "nothing", **options)
-            for turn in range(args.turns):
+        for turn in range(args.turns):
+            for prompt in prompts:
+                ids = plain.chat_ids([{"role": "user", "content": prompt}])
+                opts = SampleOpts(max_tokens=args.tokens, ignore_eos=name == "nothing", **options)
                 order = list(modes)
-                random.Random(turn).shuffle(order)
-                speeds: dict[str, float] = {}
+                random.Random(f"{turn} {prompt}").shuffle(order)
                 answers = set()
                 for mode in order:
-                    drafters, fixed = modes[mode]
-                    # A new model object each time: what the controller learnt is forgotten.
-                    model = LanguageModel(
-                        plain.target, plain.tokenizer, drafters=drafters, draft_tokens=fixed, shape=shape
-                    )
-                    result = model.generate(ids, opts)
-                    model.engine.close()
-                    for drafter in drafters:
-                        drafter.close()  # a draft model reads the prompt each time
+                    result = models[mode].generate(ids, opts)
+                    # Drafters are shared by modes, and slots by all: each begins without what another one left.
+                    models[mode].engine.close()
+                    for drafter in modes[mode][0]:
+                        drafter.close()
                     answers.add(tuple(result.token_ids))
-                    speeds[mode] = result.stats.tokens_per_second
+                    speeds[mode].append(result.stats.tokens_per_second)
                     rounds[mode].append(result.stats.tokens_per_round)
                 if len(answers) > 1:
                     sys.exit(f"measure_speculation: answers differ between modes for {prompt!r}")
-                for mode in modes:
-                    factors[mode].append(speeds[mode] / speeds["plain"])
-        found[name] = {
-            mode: {
-                "factor": statistics.median(factors[mode]),
-                "interval": interval(factors[mode]),
-                "tokens_per_round": statistics.mean(rounds[mode]),
-            }
-            for mode in modes
-        }
+        fixed = [mode for mode, (drafters, length) in modes.items() if length is not None or not drafters]
+        best = max(fixed, key=lambda mode: statistics.median(ratios(speeds, mode, "plain")))
+        found[name] = {"best fixed": best, "modes": {}}
         print(f"\n{name}")
-        for mode, entry in found[name].items():
-            low, high = entry["interval"]
-            print(
-                f"  {mode:14}{entry['factor']:6.2f}  ({low:.2f} to {high:.2f}){entry['tokens_per_round']:7.2f} a round"
-            )
-        sys.stdout.flush()
+        for mode in modes:
+            entry: dict[str, Any] = {"tokens_per_round": statistics.mean(rounds[mode])}
+            text = f"  {mode:14}"
+            for against, other in (("factor", "plain"), ("over_best_fixed", best)):
+                if against == "factor" or mode not in fixed:
+                    each = ratios(speeds, mode, other)
+                    low, high = interval(each)
+                    entry[against] = {"median": statistics.median(each), "low": low, "high": high}
+                    text += f"{entry[against]['median']:6.2f} ({low:.2f} to {high:.2f})"
+                    text += f" over {best}" if against != "factor" else f"{entry['tokens_per_round']:6.2f} a round"
+            found[name]["modes"][mode] = entry
+            print(text, flush=True)
     return found
+
+
+def classes(held: int) -> dict[str, tuple[list[str], dict[str, Any]]]:
+    """Class -> prompts, and how they are answered."""
+    if not held:
+        return CLASSES
+    found: dict[str, tuple[list[str], dict[str, Any]]] = {}
+    for kind in bench_prompts.CLASSES:
+        of_kind = [prompt for prompt in bench_prompts.held_out() if prompt.kind == kind and len(prompt.messages) == 1]
+        found[kind] = [prompt.messages[0]["content"] for prompt in of_kind[:held]], {"temperature": 0.0}
+    return found | {"repetition": CLASSES["repetition"]}
+
+
+def ratios(speeds: dict[str, list[float]], mode: str, other: str) -> list[float]:
+    """Turn by turn."""
+    return [a / b for a, b in zip(speeds[mode], speeds[other], strict=True)]
 
 
 def main() -> None:
@@ -124,22 +146,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--precision", default="int8")
+    parser.add_argument("--head", help="a draft head")
     parser.add_argument("--draft-model")
     parser.add_argument("--self", action="store_true", dest="own", help="also the model's own weights at 4 bits")
+    parser.add_argument("--held-out", type=int, default=0, help="so many of each class of the held-out prompts instead")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    with load(args.model, precision=args.precision, draft="none") as plain:
-        modes: dict[str, tuple[list[Drafter], int | None]] = {"plain": ([], None), "suffix": ([SuffixDrafter()], None)}
-        modes |= {f"suffix {k}": ([SuffixDrafter()], k) for k in (2, 4, 8)}
-        for draft, more in (("draft_model", {"draft_model": args.draft_model}), ("self", {})):
-            if (draft == "self" and args.own) or (draft == "draft_model" and args.draft_model):
-                model = load(args.model, precision=args.precision, draft=draft, **more)
-                main_drafter = model.drafters[0]
-                modes[draft] = ([main_drafter], None)
-                modes |= {f"{draft} {k}": ([main_drafter], k) for k in (1, 2, 3, 4)}
-                modes[f"{draft}+suffix"] = ([main_drafter, SuffixDrafter()], None)
+    more: dict[str, Any] = {"precision": args.precision, "context": 2048}
+    with load(args.model, draft="none", **more) as plain:
+        suffix = SuffixDrafter()
+        modes: Modes = {"plain": ([], None), "suffix": ([suffix], None)}
+        modes |= {f"suffix {k}": ([suffix], k) for k in (2, 4, 8)}
+        lengths = {"draft_model": (1, 2, 3, 4), "self": (1, 2, 3, 4), "head": (1, 2, 3, 5, 7)}
+        asked = {"draft_model": args.draft_model, "self": args.own, "head": args.head}
+        for draft in (draft for draft, wanted in asked.items() if wanted):
+            options = {"head": {"head": args.head}, "draft_model": {"draft_model": args.draft_model}}
+            kind = {} if draft == "head" else {"draft": draft}
+            model = load(args.model, **kind, **options.get(draft, {}), **more)
+            main_drafter = model.drafters[0]
+            modes[draft] = ([main_drafter], None)
+            modes |= {f"{draft} {k}": ([main_drafter], k) for k in lengths[draft]}
+            modes[f"{draft}+suffix"] = ([main_drafter, suffix], None)
         print(f"{processor()}, {args.model}, {args.precision}, {args.tokens} tokens, {args.turns} turns")
         found = {"processor": processor(), "model": str(args.model), "precision": args.precision}
         found |= measure(modes, plain, args)

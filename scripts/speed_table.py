@@ -122,11 +122,10 @@ def self_drafts() -> list[str]:
     for name in ("chat", "repetition"):
         if name not in found:
             return [MISSING]
-        own, fixed = found[name]["self"], found[name]["self 3"]
-        low, high = own["interval"]
+        own, fixed = found[name]["modes"]["self"], found[name]["modes"]["self 3"]
         cells.append(
-            f"{name} **{own['factor']:.2f}** ({low:.2f} to {high:.2f}), {own['tokens_per_round']:.1f} tokens a round; "
-            f"always 3 tokens {fixed['factor']:.2f}"
+            f"{name} {ratio(own['factor'])}, {own['tokens_per_round']:.1f} tokens a round; "
+            f"always 3 tokens {fixed['factor']['median']:.2f}"
         )
     return cells
 
@@ -227,12 +226,32 @@ def speculation() -> str:
     return markdown(["file, prompts", "outpace", "plain", "llama.cpp plain", "its best", *over], rows)
 
 
+def sweep() -> str:
+    """What the controller makes of a head and the text, beside every fixed setting."""
+    rows = []
+    for name, found in figures("sweep").items():
+        if not isinstance(found, dict) or "modes" not in found:
+            continue
+        own, best = found["modes"]["head+suffix"], found["modes"][found["best fixed"]]
+        rows.append(
+            f"| {name} | {ratio(own['factor'])} | {own['tokens_per_round']:.2f} | {found['best fixed']} "
+            f"{best['factor']['median']:.2f} | {ratio(own['over_best_fixed'])} |"
+        )
+    return markdown(["prompts", "over plain decoding", "tokens a round", "best fixed", "over the best fixed"], rows)
+
+
+def ratio(entry: dict[str, float]) -> str:
+    """A median with its interval."""
+    return f"**{entry['median']:.2f}** ({entry['low']:.2f} to {entry['high']:.2f})"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "reach": reach,
     "passes": passes,
     "contexts": contexts,
     "heads": heads,
     "speculation": speculation,
+    "sweep": sweep,
 }
 
 
