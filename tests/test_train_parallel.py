@@ -66,6 +66,7 @@ def test_two_processes_are_one_with_twice_the_batch(tmp_path: Path, monkeypatch:
         assert not torch.allclose(begin[name], tensor, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow  # in one process test_train_loop.py has the same
 def test_an_interrupt_and_a_kill_leave_a_head_and_a_run_to_go_on_with(tmp_path: Path) -> None:
     data, out = tmp_path / "data", tmp_path / "out"
     data.mkdir()

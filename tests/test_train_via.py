@@ -321,6 +321,8 @@ def test_the_time_ends_while_the_server_thinks(
         ("http://", "takes the URL"),
         ("http://localhost:99999", "takes the URL"),
         ("http://localhost/v1?key=1", "takes the URL"),
+        ("http://[::1", "takes the URL"),
+        (f"http://{'a' * 70}.org", "does not answer: .*label"),
         ("http://127.0.0.1:9", "does not answer"),
     ],
 )
@@ -328,6 +330,12 @@ def test_a_wrong_url(url: str, says: str, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(via, "_FIRST_DELAY", 0.001)
     with pytest.raises(UsageError, match=says):
         Server(url)
+
+
+def test_a_key_that_cannot_be_sent(monkeypatch: pytest.MonkeyPatch, serve: Callable[..., Fake]) -> None:
+    monkeypatch.setenv(via.KEY, "two\nlines")
+    with pytest.raises(UsageError, match="does not answer: Invalid header value"):
+        Server(serve(lambda path, body: None).url)
 
 
 @pytest.mark.parametrize(

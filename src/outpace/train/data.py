@@ -49,6 +49,8 @@ def fingerprint(path: Path, precision: str) -> str:
     """Tells targets apart: sizes, beginnings and ends of the model's files, and the precision it ran with."""
     digest = hashlib.sha256(precision.encode())
     files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.suffix in (".safetensors", ".json"))
+    if not any(file.suffix == ".safetensors" for file in files) and path.is_dir():
+        files += sorted(path.glob("*.gguf"))
     for file in files:
         with open(file, "rb") as raw:
             length = os.fstat(raw.fileno()).st_size
@@ -377,7 +379,5 @@ class Shards:
 
     def counts(self, vocabulary: int) -> I64:
         """How often each token occurs in the answers, int64 [vocabulary]."""
-        total: I64 = np.zeros(vocabulary, np.int64)
-        for sequence in self.sequences:
-            total += np.bincount(sequence.tokens[sequence.answer :], minlength=vocabulary)
-        return total
+        answers = [sequence.tokens[sequence.answer :] for sequence in self.sequences]
+        return np.bincount(np.concatenate(answers), minlength=vocabulary).astype(np.int64)
