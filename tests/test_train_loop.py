@@ -26,7 +26,7 @@ from outpace.heads.loading import load_head
 from outpace.models.loading import load_model
 from outpace.train import data, filters, history, loop, run
 from outpace.train.batches import batch_of, batches
-from outpace.train.data import Example, Shards
+from outpace.train.data import Example, Shards, fingerprint
 from outpace.train.loop import CHECKPOINT, Recipe, Trainer, fastest
 from outpace.train.parallel import Workers
 from outpace.train.plot import PLOT, draw
@@ -291,6 +291,11 @@ def test_a_damaged_checkpoint_and_foreign_data_are_refused(tmp_path: Path) -> No
     (out / CHECKPOINT).write_bytes((out / CHECKPOINT).read_bytes()[:500])
     with pytest.raises(ModelError, match="cannot be read"):
         trainer(tmp_path, out, resume=True)
+    shards = Shards(tmp_path, "me")
+    shards.made_by = "somebody else"
+    learner.save()
+    with pytest.raises(UsageError, match="another target"):
+        Trainer(TARGET, shards, out, name="tiny", recipe=RECIPE, resume=True)
     for other in ({}, {"status": {"seconds": math.nan}}, {"status": {}, "d2t": 3}, [1]):
         torch.save(other, out / CHECKPOINT)
         with pytest.raises(ModelError, match="cannot be read"):
@@ -440,7 +445,9 @@ def test_what_would_fail_at_the_end_is_told_before_any_work(
     file.write_text("")
     result = command(folder, "--out", file)
     assert (result.exit_code, "cannot be the folder of a head" in result.stderr) == (2, True)
-    trainer(tmp_path, out).save()
+    learner = trainer(tmp_path, out)
+    learner.made_by = fingerprint(folder, run.PRECISION)
+    learner.save()
     result = command(folder, "--out", out, "--resume", "--kind", "mtp")
     assert (result.exit_code, "of kind eagle3, not mtp" in " ".join(result.stderr.split())) == (2, True)
     (out / CHECKPOINT).write_bytes(b"?")

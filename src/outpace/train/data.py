@@ -356,6 +356,7 @@ class Shards:
         if index is None or not index["shards"]:
             raise UsageError(f"{folder}: no training data there")
         check(folder, index, {"target": made_by})
+        self.made_by = made_by
         self.taps = tuple(index["taps"])
         self.hidden = int(index["hidden"])
         self.left_out: Counter[str] = Counter()  # answers and prompts that were of no use, by reason

@@ -128,7 +128,7 @@ class Trainer:
             raise UsageError(f"loss must be one of {', '.join(LOSSES)}, got {recipe.loss!r:.40}")
         self.target, self.out, self.name, self.recipe, self.seed = target, out, name, recipe, seed
         self.workers = workers or Workers()
-        self._mapped = data.mapped
+        self._mapped, self.made_by = data.mapped, data.made_by
         usable = [sequence for sequence in data.sequences if sequence.answer > 0]
         # Every so many, counted from the first: data that are added leave those that are held back where they are.
         self.checked = usable[:: recipe.checked][: recipe.watched]
@@ -243,6 +243,7 @@ class Trainer:
             "head": self.head.state_dict(),
             "optimiser": self.optimiser.state_dict(),
             "d2t": torch.from_numpy(self.d2t),
+            "target": self.made_by,
             "kind": self.kind,
             "own_head": self.own_head,
             "taps": list(self.config.taps),
@@ -293,7 +294,7 @@ class Trainer:
         return read_run(self.out)
 
     def _check(self, saved: dict[str, Any]) -> None:
-        check_run(self.out, saved, self.kind, self.recipe.own_head)
+        check_run(self.out, saved, self.kind, self.recipe.own_head, self.made_by)
         if saved["taps"] != list(self.config.taps):
             raise UsageError(f"{self.out}: the checkpoint was trained with taps {saved['taps']}, the data have others")
 
@@ -381,8 +382,11 @@ def read_run(out: Path) -> dict[str, Any]:
     return saved
 
 
-def check_run(out: Path, saved: dict[str, Any], kind: str, own_head: bool) -> None:
-    """Raises UsageError for a checkpoint of another kind of head, or without the output rows that are asked for."""
+def check_run(out: Path, saved: dict[str, Any], kind: str, own_head: bool, made_by: str) -> None:
+    """Raises UsageError for a checkpoint of another target (made_by: its fingerprint) or kind of head, or without the
+    output rows that are asked for."""
+    if saved.get("target", made_by) != made_by:  # older ones do not say
+        raise UsageError(f"{out}: the head there is for another target (or the target has changed): use a new folder")
     if (its := saved.get("kind", "eagle3")) != kind:
         raise UsageError(f"{out}: the head there is of kind {its}, not {kind}: name another folder")
     if own_head and not saved.get("own_head", False):

@@ -99,7 +99,7 @@ def train(
     taps = default_taps(parts.config)
     kind_of(kind).config(parts.config, taps, 1)  # what cannot be trained is refused before any work
     if resume and (out / CHECKPOINT).exists():
-        check_run(out, read_run(out), kind, own_head)
+        check_run(out, read_run(out), kind, own_head, made_by)
     if workers.first:
         _make_folder(out)
     if (data_minutes or data is not None) and workers.first:

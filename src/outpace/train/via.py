@@ -126,6 +126,10 @@ class Server:
     def _written(self, reply: dict[str, Any], text: object) -> Written:
         if not isinstance(text, str):
             raise UsageError(f"{self.url}: its reply has no text")
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:  # JSON can hold half a character; one such answer is no reason to stop
+            raise RefusedError(f"{self.url}: its reply has half a character") from None
         return Written(text, self._choice(reply).get("finish_reason") == "stop")
 
     # -- HTTP
