@@ -538,7 +538,8 @@ def test_jobs_of_a_loop_that_ended_are_cancelled(model: LanguageModel) -> None:
 @pytest.mark.parametrize("more", [{}, {"echo": True, "max_tokens": 0}, {"echo": True, "logprobs": 1}])
 def test_prompts_of_ids_that_cannot_be_are_refused(server: Running, prompt: Any, more: dict[str, Any]) -> None:
     status, found = server.post("/v1/completions", {"model": NAME, "prompt": prompt, "max_tokens": 1, **more})
-    assert status == 400 and "error" in found
+    assert status == 400
+    assert "error" in found
     assert server.idle()
 
 
@@ -549,6 +550,7 @@ def test_an_answer_whose_news_fail_frees_its_slot(server: Running, monkeypatch: 
     with monkeypatch.context() as patch:
         patch.setattr("outpace.api.Answer.news", broken)
         status, found = server.post("/v1/chat/completions", chat())
-    assert status == 500 and "/a/path" not in json.dumps(found)
+    assert status == 500
+    assert "/a/path" not in json.dumps(found)
     assert server.idle()
     assert server.post("/v1/chat/completions", chat())[0] == 200
