@@ -125,8 +125,14 @@ class Work:
         answers = await asyncio.to_thread(all_of_them)
         jobs = [Job(self, answer) for answer in answers]
         with self._wake:
-            self._jobs.update(jobs)
-            self._wake.notify()
+            closed = self._closed  # the thread may have ended while the answers were made
+            if not closed:
+                self._jobs.update(jobs)
+                self._wake.notify()
+        if closed:
+            for answer in answers:
+                answer.cancel()
+            raise ApiError(503, "the server is shutting down")
         return jobs
 
     def cancel(self, job: Job) -> None:
@@ -194,6 +200,7 @@ class Work:
         try:
             news = job.answer.news()
         except Exception as own:
+            job.answer.cancel()  # nobody follows it any more: it must not keep its slot
             return own
         if news is not None and news.result is not None and news.result.finish_reason == "cancelled":
             return error or ApiError(503, "the request was ended: the server is shutting down")
