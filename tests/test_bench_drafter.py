@@ -92,6 +92,16 @@ def test_the_command_prints_tables_and_json(folder: Path, head: Path) -> None:  
     assert 0 < low <= made["speed"]["auto"]["factor"] <= high
 
 
+def test_a_model_without_a_chat_template_goes_on_with_the_text(folder: Path) -> None:  # noqa: F811
+    with load(folder, draft="none", threads=1, progress=False) as model:
+        model.template = None
+        asked = bench._asked(model, 1)
+        assert asked
+        assert model.tokenizer is not None
+        for prompt, ids in asked:
+            assert model.tokenizer.decode(ids) == "".join(f"{each['content']}\n\n" for each in prompt.messages)
+
+
 def test_wrong_usage_is_refused(folder: Path, head: Path) -> None:  # noqa: F811
     with pytest.raises(UsageError, match="tokens must be in 2"):
         bench.measure_drafter(folder, head, tokens=1)

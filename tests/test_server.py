@@ -532,3 +532,25 @@ def test_jobs_of_a_loop_that_ended_are_cancelled(model: LanguageModel) -> None:
         time.sleep(0.01)
     assert not model.engine.running
     work.close()
+
+
+@pytest.mark.parametrize("prompt", [[1 << 30], [[1], [1 << 30]], [[]], [[1], []], []])
+@pytest.mark.parametrize("more", [{}, {"echo": True, "max_tokens": 0}, {"echo": True, "logprobs": 1}])
+def test_prompts_of_ids_that_cannot_be_are_refused(server: Running, prompt: Any, more: dict[str, Any]) -> None:
+    status, found = server.post("/v1/completions", {"model": NAME, "prompt": prompt, "max_tokens": 1, **more})
+    assert status == 400
+    assert "error" in found
+    assert server.idle()
+
+
+def test_an_answer_whose_news_fail_frees_its_slot(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: Any) -> None:
+        raise ValueError("/a/path")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("outpace.api.Answer.news", broken)
+        status, found = server.post("/v1/chat/completions", chat())
+    assert status == 500
+    assert "/a/path" not in json.dumps(found)
+    assert server.idle()
+    assert server.post("/v1/chat/completions", chat())[0] == 200

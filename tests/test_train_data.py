@@ -276,6 +276,14 @@ def test_a_changed_model_has_another_fingerprint(folder: Path, tmp_path: Path) -
     assert fingerprint(same, "int8") != fingerprint(folder, "int8")
 
 
+def test_a_folder_with_a_gguf_file_has_its_fingerprint(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"one")
+    one = fingerprint(tmp_path, "int8")
+    file.write_bytes(b"two")
+    assert fingerprint(tmp_path, "int8") != one
+
+
 @pytest.mark.parametrize("damage", ["short", "gone", "rows", "index", "format"])
 def test_damaged_data_are_named(model: LanguageModel, tmp_path: Path, damage: str) -> None:
     make(model, tmp_path, 30)

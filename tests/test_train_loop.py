@@ -26,8 +26,9 @@ from outpace.heads.loading import load_head
 from outpace.models.loading import load_model
 from outpace.train import data, filters, history, loop, run
 from outpace.train.batches import batch_of, batches
-from outpace.train.data import Example, Shards
+from outpace.train.data import Example, Shards, fingerprint
 from outpace.train.loop import CHECKPOINT, Recipe, Trainer, fastest
+from outpace.train.parallel import Workers
 from outpace.train.plot import PLOT, draw
 from outpace.train.target import Target, default_taps
 from outpace.types import ModelError, NumericalError, UsageError
@@ -291,9 +292,25 @@ def test_a_damaged_checkpoint_and_foreign_data_are_refused(tmp_path: Path) -> No
     with pytest.raises(ModelError, match="cannot be read"):
         trainer(tmp_path, out, resume=True)
     shards = Shards(tmp_path, "me")
+    shards.made_by = "somebody else"
+    learner.save()
+    with pytest.raises(UsageError, match="another target"):
+        Trainer(TARGET, shards, out, name="tiny", recipe=RECIPE, resume=True)
+    for other in ({}, {"status": {"seconds": math.nan}}, {"status": {}, "d2t": 3}, [1]):
+        torch.save(other, out / CHECKPOINT)
+        with pytest.raises(ModelError, match="cannot be read"):
+            trainer(tmp_path, out, resume=True)
+    shards = Shards(tmp_path, "me")
     shards.taps = (0, 1, 2, 3)
     with pytest.raises(UsageError, match="last tap"):
         Trainer(TARGET, shards, tmp_path / "other", name="tiny", recipe=RECIPE)
+
+
+def test_more_processes_than_batches_are_an_error_and_no_endless_search(tmp_path: Path) -> None:
+    learner = trainer(tmp_path, tmp_path / "out")
+    learner.workers = Workers(0, 1000)
+    with pytest.raises(UsageError, match="too little training data for 1000 processes"):
+        next(learner._batches())
 
 
 def test_a_run_is_drawn_and_a_damaged_history_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
@@ -403,6 +420,8 @@ def test_the_command_makes_data_trains_and_goes_on(folder: Path, tmp_path: Path)
     [
         (("--kind", "eagle2"), "kind must be one of eagle3, mtp, dflash"),
         (("--minutes", "0"), "minutes must be more than 0"),
+        (("--minutes", "nan"), "minutes must be more than 0"),
+        (("--minutes", "1e9"), "at most 43200"),
         (("--minutes", "1", "--data-minutes", "1"), "minutes must be more than 0, and more than those for the data"),
         (("--resume",), "nothing to go on with"),
     ],
@@ -412,6 +431,28 @@ def test_wrong_usage_is_one_line(folder: Path, tmp_path: Path, args: tuple[str, 
     assert result.exit_code == 2
     assert says in " ".join(result.stderr.split())
     assert not (tmp_path / "head").exists()
+
+
+@pytest.mark.usefixtures("_small")
+def test_what_would_fail_at_the_end_is_told_before_any_work(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work(*args: Any, **more: Any) -> None:
+        raise AssertionError("data are made")
+
+    monkeypatch.setattr(run, "record", work)
+    file, out = tmp_path / "file", tmp_path / "head"
+    file.write_text("")
+    result = command(folder, "--out", file)
+    assert (result.exit_code, "cannot be the folder of a head" in result.stderr) == (2, True)
+    learner = trainer(tmp_path, out)
+    learner.made_by = fingerprint(folder, run.PRECISION)
+    learner.save()
+    result = command(folder, "--out", out, "--resume", "--kind", "mtp")
+    assert (result.exit_code, "of kind eagle3, not mtp" in " ".join(result.stderr.split())) == (2, True)
+    (out / CHECKPOINT).write_bytes(b"?")
+    result = command(folder, "--out", out, "--resume")
+    assert (result.exit_code, "cannot be read" in " ".join(result.stderr.split())) == (1, True)
 
 
 def test_without_torch_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:

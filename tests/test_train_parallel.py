@@ -40,6 +40,20 @@ def both(sequences: list[Example], positions: int, seed: int, start: int = 0) ->
         yield batch_of(parts)
 
 
+def test_sums_are_over_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other process is one that has the same numbers, without the start of two."""
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda numbers: numbers.mul_(2))
+    first, second = Workers(0, 2, 2), Workers(1, 2, 2)
+    assert (first.total([1.5, 2.0]), first.told(3.0), second.told(3.0)) == ([3.0, 4.0], 6.0, 0.0)
+    one, two = (torch.nn.Parameter(torch.ones(shape)) for shape in ((2, 3), (4,)))
+    one.grad = torch.arange(6.0).view(2, 3)  # the other one had nothing to learn from
+    first.add_gradients(iter([one, two]))
+    assert one.grad.tolist() == [[0.0, 2.0, 4.0], [6.0, 8.0, 10.0]]
+    assert two.grad is not None
+    assert two.grad.tolist() == [0.0] * 4
+
+
+@pytest.mark.slow  # three processes that import torch
 def test_two_processes_are_one_with_twice_the_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "data").mkdir()
     learnable(tmp_path / "data")
@@ -66,6 +80,7 @@ def test_two_processes_are_one_with_twice_the_batch(tmp_path: Path, monkeypatch:
         assert not torch.allclose(begin[name], tensor, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow  # in one process test_train_loop.py has the same
 def test_an_interrupt_and_a_kill_leave_a_head_and_a_run_to_go_on_with(tmp_path: Path) -> None:
     data, out = tmp_path / "data", tmp_path / "out"
     data.mkdir()

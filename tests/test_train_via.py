@@ -286,11 +286,13 @@ def test_single_refusals_are_left_out_and_many_are_an_error(
     model: LanguageModel, serve: Callable[..., Fake], tmp_path: Path
 ) -> None:
     def refuses(path: str, body: dict[str, Any]) -> Reply | None:
-        too_long = "messages" in body and body["messages"][-1]["content"] == "What is 7?"
-        return (400, {"error": {"message": "too long"}}) if too_long else None
+        asked = body["messages"][-1]["content"] if "messages" in body else ""
+        if asked == "What is 9?":
+            return said("half a character: \ud800")
+        return (400, {"error": {"message": "too long"}}) if asked == "What is 7?" else None
 
     make(model, tmp_path / "some", Server(serve(refuses).url), source=questions(tmp_path / "q.jsonl"))
-    assert Shards(tmp_path / "some", "me").left_out["refused by the server"] == 4  # once a pass
+    assert Shards(tmp_path / "some", "me").left_out["refused by the server"] == 8  # once a pass
     never = serve(lambda path, body: (400, {"error": "no"}) if "completions" in path else None)
     with pytest.raises(UsageError, match="does not answer: 400 no"):
         make(model, tmp_path / "none", Server(never.url), source=questions(tmp_path / "q.jsonl"))
@@ -321,6 +323,8 @@ def test_the_time_ends_while_the_server_thinks(
         ("http://", "takes the URL"),
         ("http://localhost:99999", "takes the URL"),
         ("http://localhost/v1?key=1", "takes the URL"),
+        ("http://[::1", "takes the URL"),
+        (f"http://{'a' * 70}.org", "does not answer: .*label"),
         ("http://127.0.0.1:9", "does not answer"),
     ],
 )
@@ -328,6 +332,12 @@ def test_a_wrong_url(url: str, says: str, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(via, "_FIRST_DELAY", 0.001)
     with pytest.raises(UsageError, match=says):
         Server(url)
+
+
+def test_a_key_that_cannot_be_sent(monkeypatch: pytest.MonkeyPatch, serve: Callable[..., Fake]) -> None:
+    monkeypatch.setenv(via.KEY, "two\nlines")
+    with pytest.raises(UsageError, match="does not answer: Invalid header value"):
+        Server(serve(lambda path, body: None).url)
 
 
 @pytest.mark.parametrize(

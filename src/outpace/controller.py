@@ -109,6 +109,13 @@ class Controller:
         self._rest = 0
         return Evidence(self.evidence)
 
+    def skip(self) -> None:
+        """A round in which all sources rest."""
+        self._rest = max(0, self._rest - 1)
+        self._untried += 1
+        self._budget.grow()
+        self._planner = None
+
     def choose(self, asks: Sequence[Ask], rows: int = 0, others: int = 0) -> list[Choice]:
         """A choice for each request. rows: of the pass besides one for each of these requests: `others` requests, and
         what they and these read of prompts."""

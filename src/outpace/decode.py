@@ -303,7 +303,9 @@ class Decoder:
         for tap in request.taps:
             request.tapped.setdefault(tap, []).append(np.array(result.taps[tap][at]))
         if taps := self._feature_taps(request):
-            request.state.features.append(np.concatenate([result.taps[tap][at] for tap in taps], axis=1))
+            together = at[-1] - at[0] == len(at) - 1
+            part = slice(at[0], at[-1] + 1) if together else at  # a view where it can be
+            request.state.features.append(*[result.taps[tap][part] for tap in taps])
 
     def _emit(self, request: Request, draft: Draft, verdict: Verdict, logits: F32) -> tuple[int, ...]:
         """Emits the verdict's tokens, up to the one that ends the answer; returns the draft tokens that stay read."""

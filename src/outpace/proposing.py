@@ -75,6 +75,11 @@ class Proposer:
         """The proposal of each request, of at most so many tokens. rows, others: see Controller.choose."""
         began = time.perf_counter()
         proposals = [Proposal() for _ in requests]
+        if all(not drafter.free and self._rests(drafter, requests) for drafter in self._drafters):
+            self._controller.skip()  # nothing is looked at: the rest of this would take a hundredth of a pass
+            for request in requests:
+                request.drafted_by = ""
+            return proposals
         asks = [Ask(request.evidence, most, []) for request, most in zip(requests, limits, strict=True)]
         self._offer(requests, asks, proposals)
         choices = self._controller.choose(asks, rows, others)
@@ -91,6 +96,9 @@ class Proposer:
             except Exception as error:
                 request.fail(error)
         return proposals
+
+    def _rests(self, drafter: Drafter, requests: Sequence[Drafting]) -> bool:
+        return all(self._controller.rests(request.evidence, drafter.name) for request in requests)
 
     def _offer(self, requests: Sequence[Drafting], asks: Sequence[Ask], proposals: Sequence[Proposal]) -> None:
         """First step: what each source could do, the main one first. Drafts that cost nothing are made here."""

@@ -118,10 +118,17 @@ def measure_drafter(
 
 
 def _asked(model: LanguageModel, count: int) -> list[tuple[HeldOut, list[int]]]:
-    """`count` prompts of each class as token ids; those that fill the context are left out."""
+    """`count` prompts of each class as token ids; those that fill the context are left out. A model without
+    a chat template goes on with their text."""
     chosen = [prompt for name in CLASSES for prompt in [p for p in held_out() if p.kind == name][:count]]
-    pairs = [(prompt, model.chat_ids(list(prompt.messages))) for prompt in chosen]
+    pairs = [(prompt, _ids(model, prompt)) for prompt in chosen]
     return [(prompt, ids) for prompt, ids in pairs if len(ids) + 2 < model.target.capacity.positions]
+
+
+def _ids(model: LanguageModel, prompt: HeldOut) -> list[int]:
+    if model.template is None and model.tokenizer is not None:
+        return model.tokenizer.encode("\n\n".join(message["content"] for message in prompt.messages) + "\n\n")
+    return model.chat_ids(list(prompt.messages))
 
 
 def _accepted(

@@ -22,22 +22,29 @@ class Features:
 
     def __init__(self, start: int = 0) -> None:
         self.start = start
-        self._rows: list[F32] = []
+        self._rows: list[tuple[F32, ...]] = []
+        self._joined: F32 | None = None  # what is left of those that were put together
         self._count = 0
 
     def __len__(self) -> int:
         return self._count
 
-    def append(self, rows: F32) -> None:
-        """float32 [n, taps * hidden_size] of the tokens after those held."""
-        if len(rows):
-            self._rows.append(rows)
-            self._count += len(rows)
+    def append(self, *taps: F32) -> None:
+        """float32 [n, width] each, side by side [n, taps * hidden_size], of the tokens after those held. They are put
+        together when they are taken: most tokens are taken with many others."""
+        if len(taps[0]):
+            self._rows.append(taps)
+            self._count += len(taps[0])
 
     def take(self, n: int) -> F32:
         """The first n >= 1 rows, which are held no longer."""
-        rows = self._rows[0] if len(self._rows) == 1 else np.concatenate(self._rows)
-        self._rows = [rows[n:]] if n < len(rows) else []
+        if self._rows:
+            new = np.concatenate([np.concatenate(of_tap) for of_tap in zip(*self._rows, strict=True)], axis=1)
+            self._joined = new if self._joined is None else np.concatenate([self._joined, new])
+            self._rows.clear()
+        rows = self._joined
+        assert rows is not None
+        self._joined = rows[n:] if n < len(rows) else None
         self._count -= n
         self.start += n
         return rows[:n]

@@ -153,7 +153,7 @@ def _openai(app: FastAPI, server: Server) -> None:
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         if body.stream_options is not None and not body.stream:
             raise refused("stream_options needs stream: true", param="stream_options")
-        asked = asking.chat(body)
+        asked = await asyncio.to_thread(asking.chat, body)  # templates and grammars may take long
         jobs = await server.start([asked])
         if body.stream:
             return StreamingResponse(events(chat.stream(asking, body, asked, jobs)), media_type=SSE)
@@ -161,7 +161,7 @@ def _openai(app: FastAPI, server: Server) -> None:
 
     @app.post("/v1/responses")
     async def create_response(body: responses.Body, request: Request) -> Response:
-        asked = responses.asked(asking, body)
+        asked = await asyncio.to_thread(responses.asked, asking, body)
         jobs = await server.start([asked])
         if body.stream:
             return StreamingResponse(responses.events(body, asked, jobs), media_type=SSE)
@@ -169,7 +169,7 @@ def _openai(app: FastAPI, server: Server) -> None:
 
     @app.post("/v1/completions")
     async def text_completions(body: CompletionRequest, request: Request) -> Response:
-        asked = completions.asked(asking, body)
+        asked = await asyncio.to_thread(completions.asked, asking, body)
         scores: list[Any] = []
         if body.echo and body.logprobs is not None:
             top = body.logprobs
@@ -184,7 +184,7 @@ def _openai(app: FastAPI, server: Server) -> None:
 def _anthropic(app: FastAPI, server: Server) -> None:
     @app.post("/v1/messages")
     async def create_message(body: messages.Body, request: Request) -> Response:
-        asked = messages.asked(server.asking, body)
+        asked = await asyncio.to_thread(messages.asked, server.asking, body)
         jobs = await server.start([asked])
         if body.stream:
             return StreamingResponse(messages.events(body, asked, jobs), media_type=SSE)
@@ -195,7 +195,7 @@ def _ollama(app: FastAPI, server: Server) -> None:
     asking = server.asking
 
     async def told(body: ollama.ChatBody | ollama.GenerateBody, request: Request) -> Response:
-        asked = ollama.asked(asking, body)
+        asked = await asyncio.to_thread(ollama.asked, asking, body)
         jobs = await server.start([asked])
         if body.stream:
             return StreamingResponse(ollama.lines(body, asked, jobs), media_type="application/x-ndjson")
@@ -245,9 +245,10 @@ def _tools(app: FastAPI, server: Server) -> None:
         if (body.prompt is None) == (body.messages is None):
             raise refused("give either prompt or messages")
         if body.messages is not None:
-            ids = asking.chat_ids(body.messages)
+            ids = await asyncio.to_thread(asking.chat_ids, body.messages)
         else:
-            ids = asking.tokenizer.encode(body.prompt or "", add_bos=None if body.add_special_tokens else False)
+            bos = None if body.add_special_tokens else False
+            ids = await asyncio.to_thread(asking.tokenizer.encode, body.prompt or "", add_bos=bos)
         return {"tokens": ids, "count": len(ids), "max_model_len": server.model.target.capacity.positions}
 
     @app.post("/detokenize")

@@ -25,14 +25,17 @@ def prompts(asking: Asking, body: CompletionRequest) -> list[list[int]]:
     """The prompts as token ids."""
     given = body.prompt
     if isinstance(given, str):
-        return [asking.tokenizer.encode(given)]
+        given = [given]
     if not given:
         raise refused("the prompt is empty: give a text or at least one token id", param="prompt")
-    found: list[list[int]] = []
-    if isinstance(given[0], int):
-        return [[int(token) for token in given]]
-    for each in given:
-        found.append(asking.tokenizer.encode(each) if isinstance(each, str) else list(each))
+    many = [given] if isinstance(given[0], int) else given
+    found = [asking.tokenizer.encode(each) if isinstance(each, str) else [int(t) for t in each] for each in many]
+    size = asking.model.config.vocab_size
+    for ids in found:
+        if not ids:
+            raise refused("a prompt is empty: give a text or at least one token id", param="prompt")
+        if any(token >= size for token in ids):
+            raise refused(f"a token id is outside the vocabulary of {size}", param="prompt")
     if len(found) * body.n > 64:
         raise refused("too many answers at once: at most 64", param="prompt")
     return found

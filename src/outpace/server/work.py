@@ -88,6 +88,7 @@ class Work:
         self._gone: set[Job] = set()
         self._wake = threading.Condition()
         self._draining = self._closed = False
+        self._coming = 0  # requests between their arrival and the engine
         self._thread = threading.Thread(target=self._run, name="outpace-engine", daemon=True)
         self._thread.start()
 
@@ -108,25 +109,37 @@ class Work:
         """
         if self._draining:
             raise ApiError(503, "the server is shutting down")
-        if self.waiting + len(makes) > self.most_waiting + self._free_slots():
+        # Those that are being submitted have no place in the engine yet.
+        if self.waiting + self._coming + len(makes) > self.most_waiting + self._free_slots():
             raise ApiError(429, f"{self.waiting} requests wait already: try again in a moment", code="queue_full")
 
         def all_of_them() -> list[Answer]:
             answers: list[Answer] = []
-            try:
-                for make in makes:
-                    answers.append(make())
-            except BaseException:
-                for answer in answers:
-                    answer.cancel()
-                raise
+            with self.model.engine.lock:  # no pass before all of them are there
+                try:
+                    for make in makes:
+                        answers.append(make())
+                except BaseException:
+                    for answer in answers:
+                        answer.cancel()
+                    raise
             return answers
 
-        answers = await asyncio.to_thread(all_of_them)
+        self._coming += len(makes)
+        try:
+            answers = await asyncio.to_thread(all_of_them)
+        finally:
+            self._coming -= len(makes)
         jobs = [Job(self, answer) for answer in answers]
         with self._wake:
-            self._jobs.update(jobs)
-            self._wake.notify()
+            closed = self._closed  # the thread may have ended while the answers were made
+            if not closed:
+                self._jobs.update(jobs)
+                self._wake.notify()
+        if closed:
+            for answer in answers:
+                answer.cancel()
+            raise ApiError(503, "the server is shutting down")
         return jobs
 
     def cancel(self, job: Job) -> None:
@@ -194,6 +207,7 @@ class Work:
         try:
             news = job.answer.news()
         except Exception as own:
+            job.answer.cancel()  # nobody follows it any more: it must not keep its slot
             return own
         if news is not None and news.result is not None and news.result.finish_reason == "cancelled":
             return error or ApiError(503, "the request was ended: the server is shutting down")

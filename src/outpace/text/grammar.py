@@ -61,7 +61,10 @@ class Grammars:
             if self._library is None:
                 wrapper = library.TokenizerWrapper(_Words(self._tokenizer, self._vocab_size, self._ends))
                 self._library = library.LLTokenizer(wrapper, n_vocab=self._vocab_size, eos_token=self._ends)
-        matcher = library.LLMatcher(self._library, grammar, log_level=0)
+        try:
+            matcher = library.LLMatcher(self._library, grammar, log_level=0)
+        except ValueError as error:
+            raise UsageError(f"{what} cannot be used: {one_line(error)}") from None
         if matcher.is_error():
             raise UsageError(f"{what} cannot be used: {_first_line(matcher.get_error())}")
         return Grammar(matcher, self._vocab_size)

@@ -49,6 +49,8 @@ def fingerprint(path: Path, precision: str) -> str:
     """Tells targets apart: sizes, beginnings and ends of the model's files, and the precision it ran with."""
     digest = hashlib.sha256(precision.encode())
     files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.suffix in (".safetensors", ".json"))
+    if not any(file.suffix == ".safetensors" for file in files) and path.is_dir():
+        files += sorted(path.glob("*.gguf"))
     for file in files:
         with open(file, "rb") as raw:
             length = os.fstat(raw.fileno()).st_size
@@ -354,6 +356,7 @@ class Shards:
         if index is None or not index["shards"]:
             raise UsageError(f"{folder}: no training data there")
         check(folder, index, {"target": made_by})
+        self.made_by = made_by
         self.taps = tuple(index["taps"])
         self.hidden = int(index["hidden"])
         self.left_out: Counter[str] = Counter()  # answers and prompts that were of no use, by reason
@@ -377,7 +380,5 @@ class Shards:
 
     def counts(self, vocabulary: int) -> I64:
         """How often each token occurs in the answers, int64 [vocabulary]."""
-        total: I64 = np.zeros(vocabulary, np.int64)
-        for sequence in self.sequences:
-            total += np.bincount(sequence.tokens[sequence.answer :], minlength=vocabulary)
-        return total
+        answers = [sequence.tokens[sequence.answer :] for sequence in self.sequences]
+        return np.bincount(np.concatenate(answers), minlength=vocabulary).astype(np.int64)

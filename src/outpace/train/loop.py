@@ -128,7 +128,7 @@ class Trainer:
             raise UsageError(f"loss must be one of {', '.join(LOSSES)}, got {recipe.loss!r:.40}")
         self.target, self.out, self.name, self.recipe, self.seed = target, out, name, recipe, seed
         self.workers = workers or Workers()
-        self._mapped = data.mapped
+        self._mapped, self.made_by = data.mapped, data.made_by
         usable = [sequence for sequence in data.sequences if sequence.answer > 0]
         # Every so many, counted from the first: data that are added leave those that are held back where they are.
         self.checked = usable[:: recipe.checked][: recipe.watched]
@@ -243,6 +243,7 @@ class Trainer:
             "head": self.head.state_dict(),
             "optimiser": self.optimiser.state_dict(),
             "d2t": torch.from_numpy(self.d2t),
+            "target": self.made_by,
             "kind": self.kind,
             "own_head": self.own_head,
             "taps": list(self.config.taps),
@@ -290,28 +291,25 @@ class Trainer:
             return None
         if not file.exists():
             raise UsageError(f"{self.out}: no checkpoint to go on from")
-        try:
-            saved: dict[str, Any] = torch.load(file, weights_only=True)
-        except Exception as error:  # whatever torch makes of a damaged file
-            raise ModelError(f"{file}: cannot be read: {str(error)[:100]}") from None
-        return saved
+        return read_run(self.out)
 
     def _check(self, saved: dict[str, Any]) -> None:
-        if (kind := saved.get("kind", "eagle3")) != self.kind:
-            raise UsageError(f"{self.out}: the head there is of kind {kind}, not {self.kind}: name another folder")
+        check_run(self.out, saved, self.kind, self.recipe.own_head, self.made_by)
         if saved["taps"] != list(self.config.taps):
             raise UsageError(f"{self.out}: the checkpoint was trained with taps {saved['taps']}, the data have others")
-        if self.recipe.own_head and not saved.get("own_head", False):
-            raise UsageError(f"{self.out}: the head there has no output rows of its own: name another folder")
 
     def _batches(self) -> Iterator[Batch]:
         """This process's batches, from where the run stands."""
         rank, size = self.workers.rank, self.workers.size
         while True:
             seed = self.seed * 1000 + self.status.epoch
+            made = False
             found = batches(self.sequences, self.recipe.positions, seed, start=self.status.batch)
             while len(turn := list(islice(found, size))) == size:  # what is left over at the end is for another epoch
+                made = True
                 yield turn[rank]
+            if not made and not self.status.batch:  # nor will there be in the next epoch
+                raise UsageError(f"there is too little training data for {size} processes: make more, or start fewer")
             self.status.epoch, self.status.batch = self.status.epoch + 1, 0
 
     def _step(self, batch: Batch, part: float) -> None:
@@ -368,6 +366,31 @@ class Trainer:
         states = torch.from_numpy(batch.states[:, :, -1])[owner[inside], positions[inside]].float()
         states = rms(states, self.target.config.rms_norm_eps) * self.norm
         return places, Labels.of(states, self.lm_head)
+
+
+def read_run(out: Path) -> dict[str, Any]:
+    """The checkpoint of a run. Raises ModelError for a damaged one."""
+    file = out / CHECKPOINT
+    try:
+        saved: dict[str, Any] = torch.load(file, weights_only=True)
+        status = Status(**saved["status"])
+        ids, parts = saved["d2t"], [saved[name] for name in ("head", "optimiser", "taps")]
+        if not isinstance(ids, torch.Tensor) or ids.dim() != 1 or not math.isfinite(status.seconds) or None in parts:
+            raise ValueError("it is no training run")
+    except Exception as error:  # whatever torch makes of a damaged file, and what else may be in one
+        raise ModelError(f"{file}: cannot be read: {' '.join(str(error).split())[:100]}") from None
+    return saved
+
+
+def check_run(out: Path, saved: dict[str, Any], kind: str, own_head: bool, made_by: str) -> None:
+    """Raises UsageError for a checkpoint of another target (made_by: its fingerprint) or kind of head, or without the
+    output rows that are asked for."""
+    if saved.get("target", made_by) != made_by:  # older ones do not say
+        raise UsageError(f"{out}: the head there is for another target (or the target has changed): use a new folder")
+    if (its := saved.get("kind", "eagle3")) != kind:
+        raise UsageError(f"{out}: the head there is of kind {its}, not {kind}: name another folder")
+    if own_head and not saved.get("own_head", False):
+        raise UsageError(f"{out}: the head there has no output rows of its own: name another folder")
 
 
 def fastest() -> torch.dtype:

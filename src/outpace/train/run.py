@@ -7,6 +7,7 @@ that it can be stopped at any time and go on.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from ..models.quantise import Precision
 from ..types import UsageError
 from .data import Shards, fingerprint, record
 from .kinds import kind_of
-from .loop import CHECKPOINT, Recipe, Status, Trainer
+from .loop import CHECKPOINT, Recipe, Status, Trainer, check_run, read_run
 from .parallel import Workers
 from .sources import Composer, Conversations
 from .target import Target, default_taps
@@ -30,6 +31,7 @@ from .via import Server
 PRECISION: Precision = "int8"  # what the target answers with: as `outpace generate` does
 SLOTS = 32  # answers at once: more give no more tokens per second
 CONTEXT = 1024
+MOST_MINUTES = 60 * 24 * 30
 TOKENS, TIMED = 200, 2  # at the end: tokens of an answer, and prompts of each class whose speed is measured
 
 Show = Callable[[str, float, str], None]  # what is being done, the part that is done, and how it stands
@@ -79,8 +81,8 @@ def train(
     """
     recipe = replace(recipe or Recipe(**kind_of(kind).recipe), loss=loss, own_head=own_head)
     data_minutes = 0.4 * minutes if data_minutes is None else data_minutes
-    if not (0 < minutes <= 60 * 24 * 30 and 0 <= data_minutes < minutes):
-        raise UsageError("minutes must be more than 0, and more than those for the data")
+    if not (0 < minutes <= MOST_MINUTES and 0 <= data_minutes < minutes):
+        raise UsageError(f"minutes must be more than 0, and more than those for the data, at most {MOST_MINUTES}")
     tell = show or (lambda what, part, how: None)
     made = shards or out / "data"
     if (out / CHECKPOINT).exists() != resume and not (resume and (made / "shards.json").exists()):
@@ -96,6 +98,10 @@ def train(
     parts = Target.load(path)
     taps = default_taps(parts.config)
     kind_of(kind).config(parts.config, taps, 1)  # what cannot be trained is refused before any work
+    if resume and (out / CHECKPOINT).exists():
+        check_run(out, read_run(out), kind, own_head, made_by)
+    if workers.first:
+        _make_folder(out)
     if (data_minutes or data is not None) and workers.first:
         context = min(CONTEXT, parts.config.max_position_embeddings)
         more: dict[str, Any] = {"slots": SLOTS, "context": context, "threads": threads, "progress": False}
@@ -137,3 +143,13 @@ def train(
         options = {"tokens": TOKENS, "timed": TIMED, "precision": PRECISION, "threads": threads}
         held_out = measure_drafter(target, out, progress=measuring, **options)
     return Trained(out, found.answers, found.left_out, status, trainer.coverage, held_out)
+
+
+def _make_folder(out: Path) -> None:
+    """Raises UsageError where nothing could be written at the end of all the work."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{out}: cannot be the folder of a head: {error.strerror or error}") from None
+    if not os.access(out, os.W_OK | os.X_OK):
+        raise UsageError(f"{out}: cannot be written: choose another folder with --out")

@@ -64,11 +64,11 @@ class Server:
     """
 
     def __init__(self, url: str, model: str | None = None) -> None:
-        parts = urlsplit(url)
         try:
+            parts = urlsplit(url)
             self._host, self._port, self._tls = parts.hostname or "", parts.port, parts.scheme == "https"
         except ValueError:
-            self._host = ""
+            parts, self._host = urlsplit(""), ""
         if parts.scheme not in ("http", "https") or not self._host or parts.query or parts.fragment:
             raise UsageError(f"--via takes the URL of a server, such as http://localhost:8000/v1, got {url!r:.100}")
         path = parts.path.rstrip("/").removesuffix("/chat/completions")
@@ -126,6 +126,10 @@ class Server:
     def _written(self, reply: dict[str, Any], text: object) -> Written:
         if not isinstance(text, str):
             raise UsageError(f"{self.url}: its reply has no text")
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:  # JSON can hold half a character; one such answer is no reason to stop
+            raise RefusedError(f"{self.url}: its reply has half a character") from None
         return Written(text, self._choice(reply).get("finish_reason") == "stop")
 
     # -- HTTP
@@ -140,6 +144,9 @@ class Server:
                 status, asked_delay, raw = self._once(method, self._path + path, body)
             except (OSError, http.client.HTTPException) as error:
                 why = str(error) or type(error).__name__
+            except ValueError as error:  # a host or a key that cannot be sent: no name of a host, a line's end
+                why = str(error)
+                break
             else:
                 if status == 200:
                     self._refused = 0
