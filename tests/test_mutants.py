@@ -256,11 +256,11 @@ MUTANTS: dict[str, Mutant] = {
         "drafters.block", "before = chain.tokens[-1]", "pass",
         test_head_drafters.test_a_block_is_drawn_with_the_markov_head_and_ends_where_its_own_confidence_says),
     "hidden states of refused tokens": Mutant(
-        "decode", "result.taps[tap][at] for tap in taps",
+        "decode", "result.taps[tap][part] for tap in taps",
         "result.taps[tap][first_row : first_row + len(at)] for tap in taps",
         test_head_drafters.test_hidden_states_are_those_of_the_text_in_the_heads_order, ("another's trees",)),
     "hidden states in the order of the layers": Mutant(
-        "decode", "result.taps[tap][at] for tap in taps", "result.taps[tap][at] for tap in sorted(taps)",
+        "decode", "result.taps[tap][part] for tap in taps", "result.taps[tap][part] for tap in sorted(taps)",
         test_head_drafters.test_hidden_states_are_those_of_the_text_in_the_heads_order, ("its own",)),
     "tokens that only the target holds": Mutant(
         "decode", "if needed < held:", "if False:",
