@@ -95,10 +95,6 @@ class Answer:
         self._shown = self._logged = self._rounds = 0
 
     @property
-    def prompt_tokens(self) -> int:
-        return len(self._request.prompt)
-
-    @property
     def finished(self) -> bool:
         return bool(self._request.finish)
 

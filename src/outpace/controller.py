@@ -111,17 +111,18 @@ class Controller:
 
     def skip(self) -> None:
         """A round in which all sources rest."""
-        self._rest = max(0, self._rest - 1)
+        self._next_round()
         self._untried += 1
+
+    def _next_round(self) -> None:
+        self._rest = max(0, self._rest - 1)
         self._budget.grow()
         self._planner = None
 
     def choose(self, asks: Sequence[Ask], rows: int = 0, others: int = 0) -> list[Choice]:
         """A choice for each request. rows: of the pass besides one for each of these requests: `others` requests, and
         what they and these read of prompts."""
-        self._rest = max(0, self._rest - 1)
-        self._budget.grow()
-        self._planner = None
+        self._next_round()
         choices = [self._steady(ask) for ask in asks]
         free = [i for i, ask in enumerate(asks) if not self._is_steady(ask)]
         base = rows + len(asks) + sum(choice.length for choice in choices)

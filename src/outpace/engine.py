@@ -131,7 +131,7 @@ class Engine:
     def _next(self) -> Request | None:
         """The request that is admitted now. One that begins as a text that is just being read waits until that is done:
         then it need not read it again."""
-        if len(self.running) >= self.decoder.target.capacity.slots:
+        if not self.waiting or len(self.running) >= self.decoder.target.capacity.slots:
             return None
         reading = [r for r in self.running if not r.taps and len(r.prompt) - r.read > _WORTH_WAITING]
         for request in islice(self.waiting, _LOOKED_AT if reading else 1):

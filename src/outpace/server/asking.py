@@ -6,6 +6,7 @@ Neighbours: fields.py names the fields, chat.py and the other APIs call this, wo
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +17,7 @@ from ..types import Constraint, SampleOpts, UsageError
 from .errors import ApiError, refused
 from .fields import ChatRequest, NamedTool, ResponseFormat, Sampling, Tool
 from .parts import CALL, CALLED, THINK, THOUGHT, Splitter
+from .telling import new_id
 
 
 @dataclass(slots=True)
@@ -50,6 +52,16 @@ class Asking:
             served = ", ".join(self.names)
             message = f"the model {name!r:.100} is not served here, only: {served}"
             raise ApiError(404, message, param="model", code="model_not_found")
+
+    def stamp(self, prefix: str, kind: str, model: str) -> dict[str, Any]:
+        """What every answer, and every chunk of one, begins with in OpenAI's API."""
+        return {
+            "id": new_id(prefix),
+            "object": kind,
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": self.fingerprint,
+        }
 
     def chat(self, body: ChatRequest) -> Asked:
         """The choices of a conversation."""

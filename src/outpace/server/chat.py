@@ -5,7 +5,6 @@ Neighbours: asking.py makes the answers, work.py runs them, parts.py takes their
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -14,7 +13,7 @@ from .asking import Asked, Asking
 from .fields import ChatRequest
 from .parts import Part, Splitter
 from .streaming import merged
-from .telling import chat_logprobs, new_id, timings, usage
+from .telling import chat_logprobs, timings, usage
 from .work import Job
 
 
@@ -75,11 +74,7 @@ async def answer(asking: Asking, body: ChatRequest, asked: Asked, jobs: list[Job
         logprobs[i] += chat_logprobs(asking.tokenizer, delta.logprobs)
     results = [message.result for message in messages if message.result is not None]
     return {
-        "id": new_id("chatcmpl"),
-        "object": "chat.completion",
-        "created": int(time.time()),
-        "model": body.model,
-        "system_fingerprint": asking.fingerprint,
+        **asking.stamp("chatcmpl", "chat.completion", body.model),
         "choices": [
             {
                 "index": i,
@@ -97,13 +92,7 @@ async def answer(asking: Asking, body: ChatRequest, asked: Asked, jobs: list[Job
 async def stream(asking: Asking, body: ChatRequest, asked: Asked, jobs: list[Job]) -> AsyncIterator[dict[str, Any]]:
     """The answer in chunks."""
     counted = body.stream_options is not None and body.stream_options.include_usage
-    base: dict[str, Any] = {
-        "id": new_id("chatcmpl"),
-        "object": "chat.completion.chunk",
-        "created": int(time.time()),
-        "model": body.model,
-        "system_fingerprint": asking.fingerprint,
-    }
+    base = asking.stamp("chatcmpl", "chat.completion.chunk", body.model)
 
     def chunk(index: int, delta: dict[str, Any], finish: str | None = None, **more: Any) -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish} | more

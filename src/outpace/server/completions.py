@@ -6,7 +6,6 @@ Neighbours: as chat.py's; scoring.py reads prompts whose log-probabilities are w
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from .asking import Asked, Asking
 from .errors import refused
 from .fields import CompletionRequest
 from .streaming import merged
-from .telling import new_id, timings, usage
+from .telling import timings, usage
 from .work import Job
 
 
@@ -122,11 +121,7 @@ async def answer(
     done = [result for result in results if result is not None]
     prompt_tokens = sum(len(one.prompt_ids) for one in each)
     found: dict[str, Any] = {
-        "id": new_id("cmpl"),
-        "object": "text_completion",
-        "created": int(time.time()),
-        "model": body.model,
-        "system_fingerprint": asking.fingerprint,
+        **asking.stamp("cmpl", "text_completion", body.model),
         "choices": choices,
         "usage": usage(done)
         if len(each) == 1 and done
@@ -141,13 +136,7 @@ async def answer(
 
 async def stream(asking: Asking, body: CompletionRequest, jobs: list[Job]) -> AsyncIterator[dict[str, Any]]:
     """The answer in chunks."""
-    base: dict[str, Any] = {
-        "id": new_id("cmpl"),
-        "object": "text_completion",
-        "created": int(time.time()),
-        "model": body.model,
-        "system_fingerprint": asking.fingerprint,
-    }
+    base = asking.stamp("cmpl", "text_completion", body.model)
     results: list[Result] = []
     logprobs = [Logprobs(asking.tokenizer) for _ in jobs]
     counted = body.stream_options is not None and body.stream_options.include_usage

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from ..api import LanguageModel
 from ..backends.base import Rows
-from ..types import ContextError, TokenLogprobs
+from ..sampling import Sampler
+from ..types import ContextError, SampleOpts, TokenLogprobs
 
 CHUNK = 32  # tokens of a pass: each has a row of logits over the whole vocabulary
 
@@ -23,6 +22,7 @@ def score(model: LanguageModel, ids: Sequence[int], top: int) -> list[TokenLogpr
     if len(ids) > target.capacity.positions:
         raise ContextError(f"the prompt's {len(ids)} tokens exceed the context of {target.capacity.positions}")
     found: list[TokenLogprobs | int] = [ids[0]]
+    sampler = Sampler(SampleOpts.greedy(logprobs=top), target.config.vocab_size)
     step = min(CHUNK, target.capacity.rows)
     with engine.empty_slot() as slot:
         for start in range(0, len(ids) - 1, step):
@@ -30,12 +30,5 @@ def score(model: LanguageModel, ids: Sequence[int], top: int) -> list[TokenLogpr
             with engine.lock:
                 logits = target.forward([Rows(slot, part)]).logits
                 target.commit(slot, range(len(part)))
-            for row, token in zip(logits, ids[start + 1 :], strict=False):
-                wide = row.astype(np.float64)
-                most = wide.max()
-                logprobs = wide - (most + np.log(np.exp(wide - most).sum()))
-                best = np.argsort(-logprobs, kind="stable")[:top]
-                found.append(
-                    TokenLogprobs(token, float(logprobs[token]), tuple((int(i), float(logprobs[i])) for i in best))
-                )
+            found += [sampler.logprobs(row, token) for row, token in zip(logits, ids[start + 1 :], strict=False)]
     return found
